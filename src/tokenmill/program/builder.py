@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -21,6 +21,22 @@ class OpRunner(Protocol):
     """What the eager builder needs of a backend: run one op on arrays, with the step's inputs at hand."""
 
     def run_op(self, op: Op, inputs: tuple[np.ndarray, ...], step: StepInputs) -> tuple[np.ndarray, ...]: ...
+
+
+class Heads(NamedTuple):
+    """How q, k and v divide. num_heads is a multiple of num_kv_heads: that many query heads share a key/value head."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+class Rope(NamedTuple):
+    """Rotary embedding of heads of head_dim features; see the op. Made by models/rope.py."""
+
+    head_dim: int
+    inv_freq: tuple[float, ...]
+    scale: float = 1.0
 
 
 class Builder(ABC):
@@ -50,29 +66,18 @@ class Builder(ABC):
     def add(self, x: Value, y: Value) -> Value:
         return self._emit("add", (x, y))[0]
 
-    def rope(self, q: Value, k: Value, *, head_dim: int, inv_freq: tuple[float, ...], scale: float = 1.0):
+    def rope(self, q: Value, k: Value, rope: Rope) -> tuple[Value, ...]:
         """Rotate q and k by the step's positions; gives (q, k)."""
-        return self._emit("rope", (q, k), head_dim=head_dim, inv_freq=tuple(inv_freq), scale=float(scale))
+        return self._emit("rope", (q, k), **rope._asdict())
 
     def attention(
-        self,
-        q: Value,
-        k: Value,
-        v: Value,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        scale: float,
-        window: int = 0,
-        softcap: float = 0.0,
+        self, q: Value, k: Value, v: Value, heads: Heads, *, scale: float, window: int = 0, softcap: float = 0.0
     ) -> Value:
         """Causal attention through the paged cache. Each call is the next layer of the cache."""
-        attrs = dict(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
-        layer = self._next_kv_layer(KVLayer(num_kv_heads, head_dim, window))
-        return self._emit(
-            "attention", (q, k, v), layer=layer, scale=float(scale), window=window, softcap=float(softcap), **attrs
-        )[0]
+        self.kv_layers.append(KVLayer(heads.num_kv_heads, heads.head_dim, window))
+        attrs = dict(scale=float(scale), window=window, softcap=float(softcap), **heads._asdict())
+        attrs["layer"] = len(self.kv_layers) - 1
+        return self._emit("attention", (q, k, v), (), **attrs)[0]
 
     def act_mul(self, gate: Value, up: Value, act: str) -> Value:
         """act(gate) * up."""
@@ -82,27 +87,26 @@ class Builder(ABC):
         """The rows of x that give logits."""
         return self._emit("select_rows", (x,))[0]
 
-    def _next_kv_layer(self, layer: KVLayer) -> int:
-        self.kv_layers.append(layer)
-        return len(self.kv_layers) - 1
-
     def __init__(self) -> None:
         self.kv_layers: list[KVLayer] = []
         self._num_values = 0
+        self._layer = ""  # of the last weight used
 
     def _make_op(self, name: str, inputs: tuple[Value, ...], weights: tuple[Weight, ...], attrs: dict) -> Op:
         shapes = OPS[name].shape_rule(inputs, weights, attrs)
         outputs = tuple(Value(self._num_values + i, rows, dim) for i, (rows, dim) in enumerate(shapes))
         self._num_values += len(outputs)
-        return Op(name, inputs, outputs, weights, attrs, self._where())
+        return Op(name, inputs, outputs, weights, attrs, self._where(weights))
 
-    def _where(self) -> str:
-        """File and line of the model text that asked for the op, and how many attention layers came before it."""
+    def _where(self, weights: tuple[Weight, ...]) -> str:
+        """Layer, file and line of the model text that asked for the op: "layer 3, llama.py:21"."""
+        if weights:
+            parts = weights[0].name.split(".")
+            self._layer = f"layer {parts[1]}, " if parts[0] == "layers" else ""
         frame = sys._getframe(1)
-        while frame is not None and frame.f_code.co_filename == __file__:
-            frame = frame.f_back  # type: ignore[assignment]
-        name = frame.f_code.co_filename.rsplit("/", 1)[-1]
-        return f"layer {len(self.kv_layers)}, {name}:{frame.f_lineno}"
+        while frame.f_code.co_filename == __file__ and frame.f_back is not None:
+            frame = frame.f_back
+        return f"{self._layer}{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"
 
 
 class RecordingBuilder(Builder):

@@ -152,8 +152,8 @@ OPS: dict[str, OpSpec] = {
         ),
         OpSpec(
             "rope",
-            "Rotary position embedding (Su et al. 2021) on q and k, pairs (i, i + len(inv_freq)) of each head, the rest "
-            "of the head untouched: angle = position * inv_freq[i], both halves times `scale` (YaRN's factor). "
+            "Rotary position embedding (Su et al. 2021) on q and k, pairs (i, i + len(inv_freq)) of each head, the "
+            "rest of the head untouched: angle = position * inv_freq[i], both halves times `scale` (YaRN's factor). "
             "Attributes: head_dim, inv_freq (tuple of float), scale.",
             _same_shape,
             _elementwise_flops(3),

@@ -116,8 +116,9 @@ class Program:
         return sum(OPS[op.name].bytes(op, shape) for op in self.ops)
 
     def __str__(self) -> str:
-        return "\n".join(
-            f"{', '.join(f'%{v.id}' for v in op.outputs)} = {op.name}({', '.join(f'%{v.id}' for v in op.inputs)}"
-            f"{''.join(f', {w.name}:{w.format}' for w in op.weights)})  # {op.where}"
-            for op in self.ops
-        )
+        lines = []
+        for op in self.ops:
+            outputs = ", ".join(f"%{v.id}" for v in op.outputs)
+            arguments = ", ".join([*(f"%{v.id}" for v in op.inputs), *(f"{w.name}:{w.format}" for w in op.weights)])
+            lines.append(f"{outputs} = {op.name}({arguments})  # {op.where}")
+        return "\n".join(lines)

@@ -72,5 +72,10 @@ class Weights(Mapping[str, Weight]):
         return LayerWeights(self, f"layers.{index}.")
 
     @property
+    def head(self) -> Weight:
+        """The output matrix (vocab, hidden): lm_head where the file has one, else the embedding table (tied)."""
+        return self["lm_head" if "lm_head" in self else "embed_tokens"]
+
+    @property
     def unused(self) -> list[str]:
         return sorted(set(self._tensors) - self.used)

@@ -1,0 +1,226 @@
+"""A config.json read into a family's frozen Config: typed, and loud about what it does not understand.
+
+A family lists its fields by the names Hugging Face gives them. A field without a default must be there; a value of the
+wrong type, an activation or rope type that the family does not have, a flag that changes the maths: UnsupportedModel,
+naming the key and the value. Keys that cannot change the maths are in IGNORED; any other stranger is warned of once.
+Both forms are read: transformers 4 (rope_theta, rope_scaling) and 5 (rope_parameters, also by layer type).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import typing
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
+
+from ..errors import UnsupportedModel
+
+log = logging.getLogger(__name__)
+Config = TypeVar("Config")
+
+_IGNORED = """
+    _name_or_path _attn_implementation _attn_implementation_autoset _sliding_window_pattern architectures
+    attention_dropout auto_map bos_token_id cache_implementation chunk_size_feed_forward dtype embd_pdrop eos_token_id
+    hidden_dropout_prob id2label initializer_range label2id max_window_layers model_type output_attentions
+    output_hidden_states pad_token_id pretraining_tp problem_type resid_pdrop return_dict rope_parameters rope_scaling
+    rope_theta rope_local_base_freq sliding_window task_specific_params tie_word_embeddings tokenizer_class torch_dtype
+    torchscript transformers.js_config transformers_version unsloth_fixed unsloth_version use_bfloat16 use_cache
+    use_sliding_window layer_types partial_rotary_factor sliding_window_pattern
+"""
+IGNORED = frozenset(_IGNORED.split())
+# Keys that do change the maths, with the values that leave it as it is. A family that has the feature lists the field.
+NEUTRAL: dict[str, tuple] = {
+    "attention_bias": (False,),
+    "attention_multiplier": (None,),
+    "attn_logit_softcapping": (None,),
+    "clip_qkv": (None,),
+    "embedding_multiplier": (None, 1),
+    "final_logit_softcapping": (None,),
+    "is_encoder_decoder": (False,),
+    "logits_scaling": (None, 1),
+    "mlp_bias": (False,),
+    "no_bias": (True,),
+    "num_experts": (None, 0),
+    "num_local_experts": (None, 0),
+    "qk_layernorm": (False,),
+    "quantization_config": (None,),
+    "residual_multiplier": (None, 1),
+    "rope_interleaved": (False,),
+    "use_bidirectional_attention": (None, False),
+    "use_qk_norm": (False,),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeParameters:
+    """How positions become angles. Which of the fields count depends on rope_type; models/rope.py has the maths."""
+
+    rope_type: Literal["default", "linear", "llama3", "yarn"] = "default"
+    rope_theta: float = 10000.0
+    partial_rotary_factor: float = 1.0
+    factor: float = 1.0
+    original_max_position_embeddings: int
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+_REQUIRED_OF_ROPE = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
+
+
+class Keys:
+    """A config dict that remembers which keys were read, for the derived fields of a Config."""
+
+    def __init__(self, config: dict[str, Any]):
+        self._config = config
+        self.read: set[str] = set()
+
+    def get(self, key: str, kind: Any, default: Any = dataclasses.MISSING) -> Any:
+        """config[key] checked against a type (int, float, bool, Literal, X | None); ints are at least 1."""
+        self.read.add(key)
+        value = self._config.get(key, default)
+        if value is None and default is not dataclasses.MISSING:
+            value = default
+        if value is dataclasses.MISSING:
+            raise UnsupportedModel(f"the config has no {key!r}, which {self.family} needs", param=key)
+        return _checked(key, value, kind)
+
+    @property
+    def family(self) -> str:
+        return str(self._config.get("model_type"))
+
+
+def read_config(kind: type[Config], config: dict[str, Any]) -> Config:
+    """The family's Config, made of `config`. Raises UnsupportedModel naming the key and its value.
+
+    A field annotated Annotated[type, function] is worked out from several keys by function(keys).
+    """
+    config = _completed(config)
+    keys = Keys(config)
+    hints = typing.get_type_hints(kind, include_extras=True)
+    values = {}
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+        hint = hints[field.name]
+        if typing.get_origin(hint) is Annotated:
+            values[field.name] = hint.__metadata__[0](keys)
+        else:
+            values[field.name] = keys.get(field.name, hint, field.default)
+
+    for key, allowed in NEUTRAL.items():
+        if key not in keys.read and config.get(key, allowed[0]) not in allowed:
+            raise UnsupportedModel(f"{key} = {config[key]!r} is not something {keys.family} has here", param=key)
+    if strangers := sorted(config.keys() - keys.read - IGNORED - NEUTRAL.keys()):
+        log.warning("config of %s: ignoring unknown keys %s", keys.family, ", ".join(strangers))
+    return kind(**values)
+
+
+def _completed(config: dict[str, Any]) -> dict[str, Any]:
+    """With what older files leave to arithmetic: num_key_value_heads and head_dim."""
+    config = dict(config)
+    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    if config.get("num_key_value_heads") is None and heads is not None:
+        config["num_key_value_heads"] = heads
+    if config.get("head_dim") is None and type(heads) is int and type(hidden) is int and heads > 0:
+        if hidden % heads:
+            raise UnsupportedModel(f"hidden_size {hidden} does not divide into num_attention_heads {heads}")
+        config["head_dim"] = hidden // heads
+    return config
+
+
+def _checked(key: str, value: Any, kind: Any) -> Any:
+    """`value` as `kind`; bool is not an int here, and an int will do for a float."""
+    options = typing.get_args(kind)
+    if typing.get_origin(kind) is Literal:
+        if value not in options:
+            wanted = " or ".join(repr(option) for option in options)
+            raise UnsupportedModel(f"{key} = {value!r} is not supported; this family has {wanted}", param=key)
+        return value
+    if options:  # X | None
+        return None if value is None else _checked(key, value, options[0])
+    if kind is float and type(value) in (int, float):
+        return float(value)
+    if type(value) is kind and (kind is not int or value > 0):
+        return value
+    raise UnsupportedModel(
+        f"{key} = {value!r} should be {'a positive int' if kind is int else kind.__name__}", param=key
+    )
+
+
+# ---- derived fields that families share
+
+
+def read_rope(keys: Keys, layer_type: str = "full_attention") -> RopeParameters:
+    """From rope_parameters, of one layer type where it is nested, or from rope_theta and rope_scaling."""
+    given = keys.get("rope_parameters", dict, {}) or keys.get("rope_scaling", dict, {})
+    if isinstance(given.get(layer_type), dict):
+        given = given[layer_type]
+    return make_rope_parameters(keys, given, keys.get("rope_theta", float, 10000.0))
+
+
+def make_rope_parameters(keys: Keys, given: dict[str, Any], rope_theta: float) -> RopeParameters:
+    given = {key: value for key, value in given.items() if value is not None}
+    given.setdefault("rope_type", given.get("type", "default"))
+    given.pop("type", None)
+    given.setdefault("rope_theta", rope_theta)
+    given.setdefault("partial_rotary_factor", keys.get("partial_rotary_factor", float, 1.0))
+    given.setdefault("original_max_position_embeddings", keys.get("max_position_embeddings", int))
+    hints = typing.get_type_hints(RopeParameters)
+    if strangers := sorted(given.keys() - hints.keys()):
+        name = strangers[0]
+        raise UnsupportedModel(f"rope parameter {name} = {given[name]!r} is not supported", param=name)
+    rope = RopeParameters(**{name: _checked(f"rope {name}", value, hints[name]) for name, value in given.items()})
+    for name in _REQUIRED_OF_ROPE.get(rope.rope_type, ()):
+        if name not in given:
+            raise UnsupportedModel(f"rope_type {rope.rope_type!r} needs {name}", param=name)
+    return rope
+
+
+def bias_names(*, qkv: bool = False, o: bool = False, mlp: bool = False) -> tuple[str, ...]:
+    """The linears of a layer that have a bias."""
+    return (*("q_proj", "k_proj", "v_proj") * qkv, *("o_proj",) * o, *("gate_proj", "up_proj", "down_proj") * mlp)
+
+
+def window_everywhere(keys: Keys) -> tuple[int, ...]:
+    """Mistral: every layer sees the last sliding_window positions, or all where it is null."""
+    return (keys.get("sliding_window", int | None, None) or 0,) * keys.get("num_hidden_layers", int)
+
+
+def window_from_layer(keys: Keys) -> tuple[int, ...]:
+    """Qwen: with use_sliding_window, layers from max_window_layers on, unless layer_types says it layer by layer."""
+    if not keys.get("use_sliding_window", bool, False):
+        return (0,) * keys.get("num_hidden_layers", int)
+    first = int(keys.get("max_window_layers", float, 28))  # may be 0
+    return _windows(keys, lambda i: i >= first)
+
+
+def window_by_pattern(keys: Keys) -> tuple[int, ...]:
+    """Gemma: every sliding_window_pattern-th layer sees everything, unless layer_types says it layer by layer."""
+    period = keys.get("sliding_window_pattern", int, 6)
+    return _windows(keys, lambda i: (i + 1) % period != 0)
+
+
+def _windows(keys: Keys, slides: Callable[[int], bool]) -> tuple[int, ...]:
+    num_layers = keys.get("num_hidden_layers", int)
+    by_rule = ["sliding_attention" if slides(i) else "full_attention" for i in range(num_layers)]
+    types = keys.get("layer_types", list, by_rule)
+    if len(types) != num_layers:
+        raise UnsupportedModel(f"layer_types has {len(types)} entries for {num_layers} layers", param="layer_types")
+    window = keys.get("sliding_window", int) if "sliding_attention" in types else 0
+    return tuple(_each_window(types, window))
+
+
+def _each_window(types: list, window: int) -> Iterator[int]:
+    for i, kind in enumerate(types):
+        _checked(f"layer_types[{i}]", kind, Literal["full_attention", "sliding_attention"])
+        yield window if kind == "sliding_attention" else 0
