@@ -42,6 +42,11 @@ class ServerConfig:
     chat_template: str | None = None  # a file; replaces the model's own
     trust_request_chat_template: bool = False
     drain_seconds: float = 30.0  # how long SIGTERM waits for running requests
+    max_connections: int = 4096  # open sockets; more are closed at once
+    max_header_bytes: int = 65536  # of one request; beyond it 431
+    header_seconds: float = 15.0  # from the connection (or the last answer) to the end of a request's headers
+    body_seconds: float = 60.0  # from the headers to the end of the body; beyond it 408
+    write_seconds: float = 30.0  # how long a client may leave its answer unread before it is cut off
 
 
 @dataclass(frozen=True, slots=True)

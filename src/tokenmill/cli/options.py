@@ -43,6 +43,11 @@ HELP: dict[type, dict[str, str]] = {
         "chat_template": "File with a Jinja chat template that replaces the model's own.",
         "trust_request_chat_template": "Let requests bring their own chat template.",
         "drain_seconds": "How long a stop waits for running requests.",
+        "max_connections": "Open sockets; more are closed at once.",
+        "max_header_bytes": "Largest headers of a request.",
+        "header_seconds": "How long a client may take to send a request's headers, or leave a connection idle.",
+        "body_seconds": "How long a client may take to send a request's body.",
+        "write_seconds": "How long a client may leave its answer unread before it is cut off.",
     },
     SamplingParams: {
         "n": "Choices of one prompt.",
