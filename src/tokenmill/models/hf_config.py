@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -23,11 +23,10 @@ Config = TypeVar("Config")
 _IGNORED = """
     _name_or_path _attn_implementation _attn_implementation_autoset _sliding_window_pattern architectures
     attention_dropout auto_map bos_token_id cache_implementation chunk_size_feed_forward dtype embd_pdrop eos_token_id
-    hidden_dropout_prob id2label initializer_range label2id max_window_layers model_type output_attentions
+    hidden_act hidden_dropout_prob id2label initializer_range label2id max_window_layers model_type output_attentions
     output_hidden_states pad_token_id pretraining_tp problem_type resid_pdrop return_dict rope_parameters rope_scaling
-    rope_theta rope_local_base_freq sliding_window task_specific_params tie_word_embeddings tokenizer_class torch_dtype
+    partial_rotary_factor rope_theta task_specific_params tie_word_embeddings tokenizer_class torch_dtype
     torchscript transformers.js_config transformers_version unsloth_fixed unsloth_version use_bfloat16 use_cache
-    use_sliding_window layer_types partial_rotary_factor sliding_window_pattern
 """
 IGNORED = frozenset(_IGNORED.split())
 # Keys that do change the maths, with the values that leave it as it is. A family that has the feature lists the field.
@@ -39,6 +38,7 @@ NEUTRAL: dict[str, tuple] = {
     "embedding_multiplier": (None, 1),
     "final_logit_softcapping": (None,),
     "is_encoder_decoder": (False,),
+    "layer_types": (None,),
     "logits_scaling": (None, 1),
     "mlp_bias": (False,),
     "no_bias": (True,),
@@ -48,8 +48,10 @@ NEUTRAL: dict[str, tuple] = {
     "quantization_config": (None,),
     "residual_multiplier": (None, 1),
     "rope_interleaved": (False,),
+    "sliding_window": (None,),
     "use_bidirectional_attention": (None, False),
     "use_qk_norm": (False,),
+    "use_sliding_window": (False,),
 }
 
 
@@ -106,7 +108,6 @@ def read_config(kind: type[Config], config: dict[str, Any]) -> Config:
 
     A field annotated Annotated[type, function] is worked out from several keys by function(keys).
     """
-    config = _completed(config)
     keys = Keys(config)
     hints = typing.get_type_hints(kind, include_extras=True)
     values = {}
@@ -123,19 +124,6 @@ def read_config(kind: type[Config], config: dict[str, Any]) -> Config:
     if strangers := sorted(config.keys() - keys.read - IGNORED - NEUTRAL.keys()):
         log.warning("config of %s: ignoring unknown keys %s", keys.family, ", ".join(strangers))
     return kind(**values)
-
-
-def _completed(config: dict[str, Any]) -> dict[str, Any]:
-    """With what older files leave to arithmetic: num_key_value_heads and head_dim."""
-    config = dict(config)
-    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
-    if config.get("num_key_value_heads") is None and heads is not None:
-        config["num_key_value_heads"] = heads
-    if config.get("head_dim") is None and type(heads) is int and type(hidden) is int and heads > 0:
-        if hidden % heads:
-            raise UnsupportedModel(f"hidden_size {hidden} does not divide into num_attention_heads {heads}")
-        config["head_dim"] = hidden // heads
-    return config
 
 
 def _checked(key: str, value: Any, kind: Any) -> Any:
@@ -160,15 +148,33 @@ def _checked(key: str, value: Any, kind: Any) -> Any:
 # ---- derived fields that families share
 
 
-def read_rope(keys: Keys, layer_type: str = "full_attention") -> RopeParameters:
-    """From rope_parameters, of one layer type where it is nested, or from rope_theta and rope_scaling."""
+def read_rope(keys: Keys) -> RopeParameters:
+    """From rope_parameters, or from rope_theta and rope_scaling."""
     given = keys.get("rope_parameters", dict, {}) or keys.get("rope_scaling", dict, {})
-    if isinstance(given.get(layer_type), dict):
-        given = given[layer_type]
-    return make_rope_parameters(keys, given, keys.get("rope_theta", float, 10000.0))
+    return _rope_parameters(keys, given, keys.get("rope_theta", float, 10000.0))
 
 
-def make_rope_parameters(keys: Keys, given: dict[str, Any], rope_theta: float) -> RopeParameters:
+def read_global_rope(keys: Keys) -> RopeParameters:
+    """Gemma, layers that see everything: rope_parameters["full_attention"], or rope_theta and rope_scaling."""
+    given = _rope_of(keys, "full_attention") or keys.get("rope_scaling", dict, {})
+    return _rope_parameters(keys, given, keys.get("rope_theta", float, 1_000_000.0))
+
+
+def read_local_rope(keys: Keys) -> RopeParameters:
+    """Gemma, layers with a window: rope_parameters["sliding_attention"], or rope_local_base_freq."""
+    return _rope_parameters(keys, _rope_of(keys, "sliding_attention"), keys.get("rope_local_base_freq", float, 10000.0))
+
+
+def _rope_of(keys: Keys, layer_type: str) -> dict[str, Any]:
+    given = keys.get("rope_parameters", dict, {})
+    if given.keys() - {"full_attention", "sliding_attention"}:
+        raise UnsupportedModel(
+            f"rope_parameters = {given!r} should be given for each layer type", param="rope_parameters"
+        )
+    return given.get(layer_type) or {}
+
+
+def _rope_parameters(keys: Keys, given: dict[str, Any], rope_theta: float) -> RopeParameters:
     given = {key: value for key, value in given.items() if value is not None}
     given.setdefault("rope_type", given.get("type", "default"))
     given.pop("type", None)
@@ -186,6 +192,20 @@ def make_rope_parameters(keys: Keys, given: dict[str, Any], rope_theta: float) -
     return rope
 
 
+def read_head_dim(keys: Keys) -> int:
+    """Where it is not given: hidden_size / num_attention_heads."""
+    heads, hidden = keys.get("num_attention_heads", int), keys.get("hidden_size", int)
+    head_dim = keys.get("head_dim", int | None, None)
+    if head_dim is None and hidden % heads:
+        raise UnsupportedModel(f"hidden_size {hidden} does not divide into num_attention_heads {heads}")
+    return head_dim or hidden // heads
+
+
+def read_num_kv_heads(keys: Keys) -> int:
+    """Older files leave it out: one key/value head for each query head."""
+    return keys.get("num_key_value_heads", int | None, None) or keys.get("num_attention_heads", int)
+
+
 def bias_names(*, qkv: bool = False, o: bool = False, mlp: bool = False) -> tuple[str, ...]:
     """The linears of a layer that have a bias."""
     return (*("q_proj", "k_proj", "v_proj") * qkv, *("o_proj",) * o, *("gate_proj", "up_proj", "down_proj") * mlp)
@@ -198,10 +218,12 @@ def window_everywhere(keys: Keys) -> tuple[int, ...]:
 
 def window_from_layer(keys: Keys) -> tuple[int, ...]:
     """Qwen: with use_sliding_window, layers from max_window_layers on, unless layer_types says it layer by layer."""
-    if not keys.get("use_sliding_window", bool, False):
-        return (0,) * keys.get("num_hidden_layers", int)
+    enabled = keys.get("use_sliding_window", bool, False)
     first = int(keys.get("max_window_layers", float, 28))  # may be 0
-    return _windows(keys, lambda i: i >= first)
+    windows = _windows(keys, lambda i: enabled and i >= first)
+    if any(windows) and not enabled:
+        raise UnsupportedModel("layer_types has windows, use_sliding_window = False has not", param="layer_types")
+    return windows
 
 
 def window_by_pattern(keys: Keys) -> tuple[int, ...]:
@@ -216,11 +238,9 @@ def _windows(keys: Keys, slides: Callable[[int], bool]) -> tuple[int, ...]:
     types = keys.get("layer_types", list, by_rule)
     if len(types) != num_layers:
         raise UnsupportedModel(f"layer_types has {len(types)} entries for {num_layers} layers", param="layer_types")
-    window = keys.get("sliding_window", int) if "sliding_attention" in types else 0
-    return tuple(_each_window(types, window))
-
-
-def _each_window(types: list, window: int) -> Iterator[int]:
     for i, kind in enumerate(types):
         _checked(f"layer_types[{i}]", kind, Literal["full_attention", "sliding_attention"])
-        yield window if kind == "sliding_attention" else 0
+    window = keys.get("sliding_window", int | None, None)
+    if window is None and "sliding_attention" in types:
+        raise UnsupportedModel("layer_types has windows, but sliding_window is not given", param="sliding_window")
+    return tuple(window if kind == "sliding_attention" else 0 for kind in types)  # type: ignore[misc]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from ..program import Builder, Heads, Value, Weights
-from .hf_config import RopeParameters, bias_names, read_rope
+from .hf_config import RopeParameters, bias_names, read_head_dim, read_num_kv_heads, read_rope
 from .rope import make_rope
 
 
@@ -17,8 +17,8 @@ class Config:
     intermediate_size: int
     num_hidden_layers: int
     num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
+    num_key_value_heads: Annotated[int, read_num_kv_heads]
+    head_dim: Annotated[int, read_head_dim]
     max_position_embeddings: int
     rms_norm_eps: float
     hidden_act: Literal["silu"]

@@ -1,0 +1,57 @@
+"""Qwen3: Llama with each head of q and k normalised, and a window over the last layers (Yang et al. 2025)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from ..program import Builder, Heads, Value, Weights
+from .hf_config import RopeParameters, bias_names, read_rope, window_from_layer
+from .rope import make_rope
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    hidden_act: Literal["silu"]
+    attention_bias: bool = False
+    rope: Annotated[RopeParameters, read_rope]
+    windows: Annotated[tuple[int, ...], window_from_layer]  # positions each layer sees; 0: all
+
+    @property
+    def biases(self) -> tuple[str, ...]:
+        return bias_names(qkv=self.attention_bias, o=self.attention_bias)
+
+
+def build(b: Builder, cfg: Config, w: Weights) -> Value:
+    """Logits (L, vocab_size) of the step's tokens."""
+    heads = Heads(cfg.num_attention_heads, cfg.num_key_value_heads, cfg.head_dim)
+    rope = make_rope(cfg.rope, cfg.head_dim)
+
+    x = b.embed(w["embed_tokens"])
+    for i in range(cfg.num_hidden_layers):
+        layer = w.layer(i)
+
+        h = b.rms_norm(x, layer["input_norm"], cfg.rms_norm_eps)
+        q, k, v = b.linear_split(h, layer["q_proj", "k_proj", "v_proj"])
+        q = b.rms_norm(q, layer["q_norm"], cfg.rms_norm_eps)
+        k = b.rms_norm(k, layer["k_norm"], cfg.rms_norm_eps)
+        q, k = b.rope(q, k, rope)
+        h = b.attention(q, k, v, heads, scale=cfg.head_dim**-0.5, window=cfg.windows[i])
+        x = b.linear(h, layer["o_proj"], residual=x)
+
+        h = b.rms_norm(x, layer["post_attention_norm"], cfg.rms_norm_eps)
+        gate, up = b.linear_split(h, layer["gate_proj", "up_proj"])
+        h = b.act_mul(gate, up, "silu")
+        x = b.linear(h, layer["down_proj"], residual=x)
+
+    x = b.rms_norm(b.select_rows(x), w["norm"], cfg.rms_norm_eps)
+    return b.linear(x, w.head)
