@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class FinishReason(str, enum.Enum):
@@ -112,7 +112,11 @@ class Request:
     num_cached_tokens: int = -1  # frozen at first admission
     num_in_flight: int = 0  # tokens scheduled in a step that has not retired
     num_preemptions: int = 0
-    lease: object | None = None  # cache.pages.Lease
+    num_scored_tokens: int = 0  # prompt positions whose logprobs have been delivered
+    first_scheduled_time: float = 0.0
+    order: tuple = ()  # the policy's key: who goes first, who is preempted last
+    lease: Any = None  # cache.pages.Lease while running
+    sampling: Any = None  # sampling.batch.RowConstants, made once by the runner
 
     @property
     def num_prompt_tokens(self) -> int:
