@@ -7,7 +7,6 @@ needs the choice: a file's name, or a part of it that fits only one, such as Q4_
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from ..errors import SourceError
 
+TIMEOUT = 30.0  # seconds for the hub to answer
 WANTED = ("*.json", "*.safetensors", "tokenizer.model", "*.jinja", "*.txt")
 _REF = re.compile(r"hf:([\w.-]+/[\w.-]+)(?::([^:]+))?", re.ASCII)
 _SPLIT = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
@@ -32,29 +32,42 @@ def fetch(ref: str, revision: str | None = None) -> Path:
     """The local path of a GGUF file or of a folder. Raises SourceError: unknown, gated, unreachable, ambiguous."""
     import huggingface_hub
 
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    huggingface_hub.logging.set_verbosity_error()
     repo, wanted = parse(ref)
     with _hub_errors(ref):
-        files = _list_files(repo, revision)
+        files, here = _list_files(repo, revision)
     chosen = _choose(ref, files, wanted)
     with _hub_errors(ref):
         patterns = list(WANTED) if chosen is None else [_parts_pattern(chosen)]
-        folder = Path(huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=patterns))
+        folder = here or Path(huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=patterns))
     path = folder if chosen is None else folder / chosen
     if not path.exists():
         raise SourceError(f"{ref}: {chosen} did not arrive")
     return path
 
 
-def _list_files(repo: str, revision: str | None) -> list[str]:
-    """Names of the repository's files; of those in the cache where the hub is switched off or cannot be reached."""
+def _list_files(repo: str, revision: str | None) -> tuple[list[str], Path | None]:
+    """(names of the repository's files, None); where the hub is switched off or out of reach, those in its cache and
+    the folder they are in."""
     import huggingface_hub
-    from huggingface_hub import constants
+    from huggingface_hub import constants, errors
 
-    if not constants.is_offline_mode():
-        return huggingface_hub.HfApi().list_repo_files(repo, revision=revision)
-    folder = Path(huggingface_hub.snapshot_download(repo, revision=revision, local_files_only=True))
-    return [p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()]
+    try:
+        if not constants.HF_HUB_OFFLINE:
+            info = huggingface_hub.HfApi().model_info(repo, revision=revision, timeout=TIMEOUT)
+            return [sibling.rfilename for sibling in info.siblings or ()], None
+        unreachable = None
+    except (errors.HfHubHTTPError, errors.HFValidationError):
+        raise
+    except Exception as e:  # the hub library has changed its HTTP client more than once
+        unreachable = e
+    try:
+        folder = Path(huggingface_hub.snapshot_download(repo, revision=revision, local_files_only=True))
+    except errors.LocalEntryNotFoundError:
+        if unreachable is not None:
+            raise unreachable from None
+        raise SourceError(f"hf:{repo} is not in the hub's cache, and HF_HUB_OFFLINE is set") from None
+    return [p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()], folder
 
 
 def _choose(ref: str, files: list[str], wanted: str | None) -> str | None:
@@ -85,22 +98,19 @@ def _parts_pattern(name: str) -> str:
 
 @contextmanager
 def _hub_errors(ref: str) -> Iterator[None]:
-    import httpx
     from huggingface_hub import errors
 
     try:
         yield
+    except SourceError:
+        raise
     except errors.GatedRepoError:
         raise SourceError(f"{ref} is gated: accept its terms on the hub, then set HF_TOKEN") from None
     except errors.RevisionNotFoundError:
         raise SourceError(f"{ref} has no such revision") from None
     except errors.RepositoryNotFoundError:
         raise SourceError(f"{ref} does not exist on the hub, or is private and HF_TOKEN does not open it") from None
-    except errors.EntryNotFoundError as e:
-        raise SourceError(f"{ref}: {_first_line(e)}") from None
-    except (errors.OfflineModeIsEnabled, errors.HfHubHTTPError, errors.HFValidationError, httpx.HTTPError) as e:
-        raise SourceError(f"{ref} cannot be fetched: {_first_line(e)}") from None
-    except (OSError, ValueError) as e:
+    except Exception as e:  # HTTP, disk and validation errors of several libraries
         raise SourceError(f"{ref} cannot be fetched: {_first_line(e)}") from None
 
 

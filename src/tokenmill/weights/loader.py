@@ -47,6 +47,7 @@ class Checkpoint:
     metadata: Mapping[str, Any]  # GGUF key-values; {} for "hf"
     folder: Path | None  # of an "hf" model
     files: list[Path]
+    tensors: dict[str, Weight] = field(repr=False)  # what `weights` wraps
     mapped: list[MappedFile] = field(repr=False)
 
     @cached_property
@@ -57,8 +58,7 @@ class Checkpoint:
         against someone who builds a twin on purpose: whoever may write a model's file is trusted with its cache.
         """
         h = hashlib.sha256()
-        for name in sorted(self.weights):
-            weight = self.weights._tensors[name]
+        for name, weight in sorted(self.tensors.items()):
             h.update(f"{name} {weight.format} {weight.shape}\n".encode())
             if weight.nbytes <= DIGEST_WHOLE:
                 h.update(weight.data)
@@ -114,7 +114,7 @@ def _open_gguf(path: Path) -> Checkpoint:
                 weights[name] = names.unpermute(weight, heads[part])
     paths = [file.path for file in files]
     name = re.sub(r"-\d{5}-of-\d{5}$", "", paths[0].stem)
-    return Checkpoint(name, path, "gguf", config, Weights(weights), metadata, None, paths, files)
+    return Checkpoint(name, path, "gguf", config, Weights(weights), metadata, None, paths, weights, files)
 
 
 def _open_folder(folder: Path) -> Checkpoint:
@@ -137,7 +137,7 @@ def _open_folder(folder: Path) -> Checkpoint:
             if name.endswith("norm"):
                 weights[name] = names.as_f32(weight, plus=1.0)
     paths = [folder / "config.json", *(file.path for file in files)]
-    return Checkpoint(folder.name, folder, "hf", config, Weights(weights), {}, folder, paths, files)
+    return Checkpoint(folder.name, folder, "hf", config, Weights(weights), {}, folder, paths, weights, files)
 
 
 def _read_config(path: Path) -> dict[str, Any]:
