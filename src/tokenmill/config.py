@@ -27,6 +27,7 @@ class EngineConfig:
     max_waiting: int = 1024  # sequences queued; beyond it 429
     enable_prefix_caching: bool = True
     num_threads: int | None = None  # None: the cores this process may use
+    backend: str = "cpu"  # cpu; reference is the numpy specification, slow
     isa: str | None = None  # None: the best this machine has; plain, avx2, avx512, neon
     seed: int | None = None  # of requests without one; None: fresh
 

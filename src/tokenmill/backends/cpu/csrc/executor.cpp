@@ -1,0 +1,345 @@
+#include "executor.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+
+#include "pack.h"
+
+namespace mill {
+namespace {
+
+double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
+
+}  // namespace
+
+Executor::Executor(const std::string& isa, int threads, int max_tokens, int max_requests, int max_logit_rows,
+                   int num_pages, int vocab)
+    : kernels_(select_kernels(isa.empty() ? nullptr : isa.c_str())),
+      pool_(threads),
+      max_tokens_(max_tokens),
+      max_requests_(max_requests),
+      max_logit_rows_(max_logit_rows),
+      num_pages_(num_pages),
+      vocab_(vocab) {
+  if (!kernels_) throw std::invalid_argument("this machine cannot run the instruction set " + isa);
+  for (int i = 0; i < pool_.threads(); i++) samplers_.emplace_back(*kernels_, vocab);
+  units_.reserve(size_t(max_requests) + max_tokens + MAX_PARTIALS);
+}
+
+float* Executor::workspace(size_t floats) {
+  memories_.emplace_back(floats * sizeof(float));
+  workspace_bytes_ += memories_.back().bytes();
+  return memories_.back().as<float>();
+}
+
+int Executor::add_weight(const std::string& format, int rows, int cols, const uint8_t* data, size_t bytes, int bias) {
+  Layout layout;
+  if (!layout_of(format, &layout)) throw std::invalid_argument("no packed layout for " + format);
+  size_t stride = row_bytes(format, cols);
+  if (rows < 1 || !stride || bytes != stride * size_t(rows))
+    throw std::invalid_argument("a " + format + " weight of " + std::to_string(rows) + " x " + std::to_string(cols) +
+                                " does not take " + std::to_string(bytes) + " bytes");
+  PackedWeight w = plan_weight(layout, rows, cols);
+  Memory memory(w.panel_bytes * w.panels);
+  w.data = memory.as<uint8_t>();
+  w.bias = bias < 0 ? nullptr : vectors_[bias];
+  std::atomic<int> next{0};
+  pool_.run([&](int) {
+    for (int p; (p = next.fetch_add(1)) < w.panels;)
+      pack_panel(format, w, data, p, memory.as<uint8_t>() + p * w.panel_bytes);
+  });
+  weight_bytes_ += memory.bytes();
+  memories_.push_back(std::move(memory));
+  weights_.push_back(w);
+  return int(weights_.size()) - 1;
+}
+
+int Executor::add_vector(const float* data, int n) {
+  Memory memory(size_t(n) * sizeof(float));
+  std::memcpy(memory.as<float>(), data, size_t(n) * sizeof(float));
+  weight_bytes_ += memory.bytes();
+  vectors_.push_back(memory.as<float>());
+  memories_.push_back(std::move(memory));
+  return int(vectors_.size()) - 1;
+}
+
+void Executor::add_kv_layer(int kv_heads, int head_dim, int window) {
+  int v_stride = int(round_up(head_dim, PAGE));
+  size_t rows = size_t(num_pages_) * kv_heads * PAGE;
+  kv_.push_back({kv_heads, head_dim, v_stride, window, Memory(rows * head_dim * 2), Memory(rows * v_stride * 2)});
+}
+
+size_t Executor::kv_bytes() const {
+  size_t n = 0;
+  for (const KVLayer& l : kv_) n += l.k.bytes() + l.v.bytes();
+  return n;
+}
+
+int Executor::add_slot(int dim, bool on_logit_rows, bool quantised) {
+  size_t rows = on_logit_rows ? max_logit_rows_ : max_tokens_;
+  Slot s{dim, on_logit_rows, workspace(rows * dim), {}};
+  if (quantised) {
+    s.quant.q = reinterpret_cast<int8_t*>(workspace(rows * dim / 4 + 1));
+    s.quant.scale = workspace(rows * (dim / GROUP));
+    s.quant.sums = reinterpret_cast<int32_t*>(workspace(rows * (dim / 16)));
+    s.quant.scaled = workspace(rows * (dim / 16));
+  }
+  slots_.push_back(s);
+  return int(slots_.size()) - 1;
+}
+
+void Executor::ready(int logits_slot) {
+  logits_slot_ = logits_slot;
+  size_t scratch = 0;
+  for (OpNode& op : ops_) {
+    if (op.kind == OpKind::ATTENTION) {
+      const KVLayer& l = kv_[op.ints[0]];
+      int group = op.ints[1] / l.kv_heads;
+      scratch = std::max(scratch, attention_scratch(group, l.head_dim, l.v_stride));
+      partial_stride_ = std::max(partial_stride_, op.ints[1] * l.v_stride);
+      states_stride_ = std::max(states_stride_, op.ints[1]);
+    }
+    if (op.kind == OpKind::ROPE) {
+      int found = -1;
+      for (auto& [other, table] : rope_ops_)
+        if (other->inv_freq == op.inv_freq && other->floats == op.floats) found = table;
+      if (found < 0) {
+        found = int(rope_tables_.size());
+        rope_tables_.push_back(workspace(size_t(max_tokens_) * 2 * op.inv_freq.size()));
+        rope_ops_.emplace_back(&op, found);
+      }
+      op.ints.push_back(found);
+    }
+  }
+  for (int i = 0; i < pool_.threads(); i++) scratch_.push_back(workspace(round_up(scratch + 16, 16)));
+  partials_ = workspace(size_t(MAX_PARTIALS) * partial_stride_ + 1);
+  states_ = reinterpret_cast<SegmentState*>(workspace(size_t(MAX_PARTIALS) * states_stride_ * 2 + 1));
+  num_counters_ = int(ops_.size()) * 3 + int(rope_tables_.size()) + 2;
+  counters_ = std::make_unique<std::atomic<int>[]>(num_counters_);
+}
+
+// Items in chunks to whichever thread is free, then a barrier. Who computes an item never changes its bits.
+template <class F>
+void Executor::parallel(int items, int chunk, int& phase, F f) {
+  std::atomic<int>& next = counters_[phase++];
+  if (items > 0)
+    for (int i; (i = next.fetch_add(chunk, std::memory_order_relaxed)) < items;)
+      for (int end = std::min(items, i + chunk); i < end; i++) f(i);
+  pool_.barrier();
+}
+
+void Executor::quantise_row(Slot& s, int row) {
+  size_t at = size_t(row) * s.dim;
+  kernels_->quantise(s.data + at, s.dim, s.quant.q + at, s.quant.scale + at / GROUP, s.quant.sums + at / 16,
+                     s.quant.scaled + at / 16);
+}
+
+void Executor::run(const StepArrays& step, const SamplingArrays* sampling) {
+  for (int i = 0; i < num_counters_; i++) counters_[i].store(0, std::memory_order_relaxed);
+  plan_attention(step);
+  pool_.run([&](int tid) {
+    int phase = 0;
+    for (auto& [op, table] : rope_ops_) {
+      const int half = int(op->inv_freq.size());
+      const float scale = float(op->floats[0]);
+      float* out = rope_tables_[table];
+      parallel(step.tokens, 16, phase, [&](int t) {
+        float *cos = out + size_t(t) * 2 * half, *sin = cos + half;
+        for (int i = 0; i < half; i++) {
+          double angle = float(step.positions[t]) * op->inv_freq[i];  // the product in f32, as every framework has it
+          cos[i] = float(std::cos(angle)) * scale, sin[i] = float(std::sin(angle)) * scale;
+        }
+      });
+    }
+    for (OpNode& op : ops_) {
+      double started = profile && tid == 0 ? now() : 0;
+      run_op(op, step, tid, phase);
+      if (profile && tid == 0) op.seconds += now() - started;
+    }
+    if (sampling)
+      parallel(step.logit_rows_n, 1, phase,
+               [&](int row) { samplers_[tid].sample(logits() + size_t(row) * vocab_, row, *sampling); });
+  });
+}
+
+void Executor::run_op(OpNode& op, const StepArrays& step, int tid, int& phase) {
+  const int rows = op.on_logit_rows ? step.logit_rows_n : step.tokens;
+  switch (op.kind) {
+    case OpKind::EMBED: {
+      Slot& out = slots_[op.out[0]];
+      const PackedWeight& w = weights_[op.weights[0]];
+      return parallel(rows, 4, phase, [&](int t) {
+        kernels_->unpack_row(w, step.token_ids[t], float(op.floats[0]), out.data + size_t(t) * out.dim);
+      });
+    }
+    case OpKind::RMS_NORM: {
+      Slot &in = slots_[op.in[0]], &out = slots_[op.out[0]];
+      const int dim = op.ints[0], group = op.ints[1];
+      return parallel(rows, 4, phase, [&](int t) {
+        kernels_->rms_norm(in.data + size_t(t) * dim, vectors_[op.weights[0]], out.data + size_t(t) * dim, dim, group,
+                           float(op.floats[0]));
+        if (op.quant_out) quantise_row(out, t);
+      });
+    }
+    case OpKind::LINEAR: {
+      Slot& in = slots_[op.in[0]];
+      int panels = 0;
+      for (int w : op.weights) panels += weights_[w].panels;
+      const int chunk = std::clamp(panels / (pool_.threads() * 8), 1, 64);
+      std::atomic<int>& next = counters_[phase++];
+      if (rows > 0)
+        for (int p; (p = next.fetch_add(chunk, std::memory_order_relaxed)) < panels;) {
+          int first = p, last = std::min(panels, p + chunk);
+          for (size_t i = 0; i < op.weights.size() && first < last; i++) {
+            const PackedWeight& w = weights_[op.weights[i]];
+            if (first < w.panels) {
+              LinearArgs args{
+                  &w,  in.data, in.quant, op.in.size() > 1 ? slots_[op.in[1]].data : nullptr, slots_[op.out[i]].data,
+                  rows};
+              kernels_->linear(args, first, std::min(last, w.panels));
+            }
+            first = std::max(0, first - w.panels), last -= w.panels;
+          }
+        }
+      return pool_.barrier();
+    }
+    case OpKind::ADD: {
+      const int dim = op.ints[0];
+      return parallel(rows, 4, phase, [&](int t) {
+        size_t at = size_t(t) * dim;
+        kernels_->add(slots_[op.in[0]].data + at, slots_[op.in[1]].data + at, slots_[op.out[0]].data + at, dim);
+      });
+    }
+    case OpKind::ROPE: {
+      const int head_dim = op.ints[0], half = int(op.inv_freq.size());
+      const float* table = rope_tables_[op.ints.back()];
+      return parallel(rows, 4, phase, [&](int t) {
+        const float* cos = table + size_t(t) * 2 * half;
+        for (int i = 0; i < 2; i++) {
+          size_t at = size_t(t) * op.ints[1 + i];
+          kernels_->rope(slots_[op.in[i]].data + at, slots_[op.out[i]].data + at, cos, cos + half,
+                         op.ints[1 + i] / head_dim, head_dim, half);
+        }
+      });
+    }
+    case OpKind::ATTENTION: return run_attention(op, step, tid, phase);
+    case OpKind::ACT_MUL: {
+      Slot& out = slots_[op.out[0]];
+      const int dim = op.ints[0], width = 256, blocks = (dim + width - 1) / width;
+      return parallel(rows * blocks, rows > 8 ? blocks : 1, phase, [&](int i) {
+        const int t = i / blocks, start = i % blocks * width, n = std::min(width, dim - start);
+        size_t at = size_t(t) * dim + start;
+        kernels_->act_mul(slots_[op.in[0]].data + at, slots_[op.in[1]].data + at, out.data + at, n, op.ints[1]);
+        if (op.quant_out)
+          kernels_->quantise(out.data + at, n, out.quant.q + at, out.quant.scale + at / GROUP, out.quant.sums + at / 16,
+                             out.quant.scaled + at / 16);
+      });
+    }
+    case OpKind::SELECT_ROWS: {
+      const int dim = op.ints[0];
+      return parallel(rows, 8, phase, [&](int i) {
+        std::memcpy(slots_[op.out[0]].data + size_t(i) * dim, slots_[op.in[0]].data + size_t(step.logit_rows[i]) * dim,
+                    dim * sizeof(float));
+      });
+    }
+    case OpKind::QUANTISE: {
+      Slot& s = slots_[op.in[0]];
+      const int dim = op.ints[0];
+      return parallel(rows, 4, phase, [&](int t) {
+        size_t at = size_t(t) * dim;
+        kernels_->quantise(s.data + at, dim, s.quant.q + at, s.quant.scale + at / GROUP, s.quant.sums + at / 16,
+                           s.quant.scaled + at / 16);
+      });
+    }
+  }
+}
+
+void Executor::plan_attention(const StepArrays& step) {
+  units_.clear();
+  num_segment_units_ = 0;
+  // Splitting one row's positions over threads pays only where there are fewer rows than threads could share.
+  const bool split = pool_.threads() > 1 && step.requests <= 2 * pool_.threads();
+  int partials = 0;
+  if (split)
+    for (int r = 0; r < step.requests; r++) {
+      int row = step.q_start[r], segments = step.positions[row] / SEGMENT + 1;
+      if (step.q_start[r + 1] - row != 1 || segments < 2 || partials + segments > MAX_PARTIALS) continue;
+      for (int s = 0; s < segments; s++) units_.push_back({r, row, row + 1, step.positions[row], s, partials + s});
+      partials += segments;
+    }
+  num_segment_units_ = int(units_.size());
+  for (int r = 0; r < step.requests; r++) {
+    int row = step.q_start[r], end = step.q_start[r + 1], segments = 0;
+    for (int u = 0; u < num_segment_units_; u++) segments += units_[u].request == r;
+    if (segments) continue;
+    for (; row < end; row += ATTENTION_TOKENS)
+      units_.push_back({r, row, std::min(end, row + ATTENTION_TOKENS), step.positions[row], -1, -1});
+  }
+}
+
+AttentionArgs Executor::attention_args(const OpNode& op, const StepArrays& step, int request) const {
+  const KVLayer& l = kv_[op.ints[0]];
+  return {slots_[op.in[0]].data,
+          slots_[op.out[0]].data,
+          l.k.as<uint16_t>(),
+          l.v.as<uint16_t>(),
+          step.page_table + size_t(request) * step.table_width,
+          op.ints[1],
+          l.kv_heads,
+          l.head_dim,
+          l.v_stride,
+          l.window,
+          float(op.floats[0]),
+          float(op.floats[1])};
+}
+
+void Executor::run_attention(OpNode& op, const StepArrays& step, int tid, int& phase) {
+  KVLayer& l = kv_[op.ints[0]];
+  const int kv_dim = l.kv_heads * l.head_dim;
+  parallel(step.tokens, 4, phase, [&](int t) {
+    kernels_->kv_write(slots_[op.in[1]].data + size_t(t) * kv_dim, slots_[op.in[2]].data + size_t(t) * kv_dim,
+                       l.k.as<uint16_t>(), l.v.as<uint16_t>(), step.slots[t], l.kv_heads, l.head_dim, l.v_stride);
+  });
+  parallel(int(units_.size()) * l.kv_heads, 1, phase, [&](int i) {
+    const Unit& u = units_[i / l.kv_heads];
+    const int head = i % l.kv_heads, group = op.ints[1] / l.kv_heads;
+    AttentionArgs a = attention_args(op, step, u.request);
+    if (u.segment < 0)
+      kernels_->attention(a, u.row0, u.row1, u.position, head, scratch_[tid]);
+    else
+      kernels_->attention_segment(a, u.row0, u.position, head, u.segment,
+                                  partials_ + size_t(u.partial) * partial_stride_ + size_t(head) * group * l.v_stride,
+                                  states_ + size_t(u.partial) * states_stride_ + size_t(head) * group, scratch_[tid]);
+  });
+  if (!num_segment_units_) {
+    phase++;
+    return;
+  }
+  parallel(num_segment_units_ * l.kv_heads, 1, phase, [&](int i) {
+    const Unit& u = units_[i / l.kv_heads];
+    if (u.segment != 0) return;
+    const int head = i % l.kv_heads, group = op.ints[1] / l.kv_heads, n = u.position / SEGMENT + 1;
+    const float* parts[MAX_PARTIALS];
+    const SegmentState* states[MAX_PARTIALS];
+    for (int s = 0; s < n; s++) {
+      parts[s] = partials_ + size_t(u.partial + s) * partial_stride_ + size_t(head) * group * l.v_stride;
+      states[s] = states_ + size_t(u.partial + s) * states_stride_ + size_t(head) * group;
+    }
+    kernels_->attention_merge(attention_args(op, step, u.request), u.row0, head, parts, states, n);
+  });
+}
+
+void Executor::copy_page(int from, int to) {
+  for (KVLayer& l : kv_) {
+    size_t k = size_t(l.kv_heads) * l.head_dim * PAGE, v = size_t(l.kv_heads) * l.v_stride * PAGE;
+    std::memcpy(l.k.as<uint16_t>() + to * k, l.k.as<uint16_t>() + from * k, k * 2);
+    std::memcpy(l.v.as<uint16_t>() + to * v, l.v.as<uint16_t>() + from * v, v * 2);
+  }
+}
+
+}  // namespace mill
