@@ -4,29 +4,10 @@ import gguf
 import numpy as np
 import pytest
 
+from tests.support.blocks import random_blocks
 from tokenmill.errors import UnsupportedModel
 from tokenmill.quant import formats
 from tokenmill.quant.formats import BLOCKS, dequantize
-
-HALF_FIELDS = {  # byte offsets of f16 scales in a block: random bytes there must be finite numbers
-    "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q2_K": [80, 82], "Q3_K": [108],
-    "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "IQ4_NL": [0], "IQ4_XS": [0],
-}  # fmt: skip
-
-
-def random_blocks(name: str, count: int, seed: int = 0) -> np.ndarray:
-    rng = np.random.default_rng(seed)
-    f = BLOCKS[name]
-    if name == "F32":
-        return rng.standard_normal(count).astype(np.float32).view(np.uint8)
-    if name in ("F16", "BF16"):
-        bits = rng.integers(0, 1 << 16, count, dtype=np.uint16)
-        nan = (bits & 0x7C00 == 0x7C00) if name == "F16" else (bits & 0x7F80 == 0x7F80)
-        return np.where(nan, bits & 0x807F, bits).astype(np.uint16).view(np.uint8)
-    blocks = rng.integers(0, 256, (count, f.bytes_per_block), dtype=np.uint8)
-    for at in HALF_FIELDS[name]:
-        blocks[:, at : at + 2] = (rng.standard_normal(count) * 0.1).astype(np.float16).view(np.uint8).reshape(-1, 2)
-    return blocks.ravel()
 
 
 @pytest.mark.parametrize("name", BLOCKS)
@@ -58,6 +39,13 @@ def test_chunks_do_not_show(name, monkeypatch):
     whole = dequantize(name, data, shape)
     monkeypatch.setattr(formats, "CHUNK", 4 * BLOCKS[name].block_size)
     assert np.array_equal(whole, dequantize(name, data, shape))
+
+
+@pytest.mark.parametrize("name", ["F16", "BF16"])
+def test_every_half_of_sixteen_bits(name):
+    bits = np.arange(1 << 16, dtype=np.uint16).view(np.uint8)
+    theirs = gguf.dequantize(bits.reshape(1, -1), gguf.GGMLQuantizationType[name])[0]
+    assert np.array_equal(dequantize(name, bits, (1 << 16,)), theirs, equal_nan=True)
 
 
 def test_extreme_values_survive():

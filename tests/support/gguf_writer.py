@@ -59,6 +59,8 @@ def string(text: str | bytes) -> bytes:
 
 def value(item: Any) -> bytes:
     """Type and value. An int becomes uint32 where it fits, else int64; give a numpy scalar for another type."""
+    if isinstance(item, np.generic):
+        return struct.pack("<I", NUMPY_TYPES[item.dtype.str[1:]]) + item.tobytes()
     if isinstance(item, str | bytes):
         return struct.pack("<I", 8) + string(item)
     if isinstance(item, bool):
@@ -67,8 +69,6 @@ def value(item: Any) -> bytes:
         return struct.pack("<II", 4, item) if 0 <= item < 1 << 32 else struct.pack("<Iq", 11, item)
     if isinstance(item, float):
         return struct.pack("<If", 6, item)
-    if isinstance(item, np.generic):
-        return struct.pack("<I", NUMPY_TYPES[item.dtype.str[1:]]) + item.tobytes()
     if isinstance(item, np.ndarray):
         return struct.pack("<IIQ", 9, NUMPY_TYPES[item.dtype.str[1:]], item.size) + item.tobytes()
     parts = [value(x) for x in item]
@@ -87,11 +87,14 @@ def write_gguf(
         offset += -(-len(tensor.data) // alignment) * alignment
     header = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(metadata))
     header += b"".join(string(key) + value(item) for key, item in metadata.items()) + infos
-    with open(path, "wb") as f:
+    path = Path(path)
+    unfinished = path.with_name(path.name + ".new")  # the tensors may be views of the very file that is replaced
+    with open(unfinished, "wb") as f:
         f.write(header + b"\0" * (-len(header) % alignment))
         for tensor in tensors.values():
             f.write(bytes(tensor.data) + b"\0" * (-len(tensor.data) % alignment))
-    return Path(path)
+    unfinished.rename(path)
+    return path
 
 
 def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -99,11 +102,7 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     from tokenmill.weights.gguf import GGUFFile
 
     file = GGUFFile(path)
-    metadata = {}
-    for key in file.metadata:
-        item = file.metadata[key]
-        metadata[key] = item
-    return metadata, {name: Tensor(t.format, t.shape, t.data) for name, t in file.tensors.items()}
+    return dict(file.metadata), {name: Tensor(t.format, t.shape, t.data) for name, t in file.tensors.items()}
 
 
 def edit_gguf(

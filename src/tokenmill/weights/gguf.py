@@ -334,10 +334,9 @@ def open_gguf(path: Path) -> tuple[Metadata, dict[str, TensorInfo], list[MappedF
         if not part_path.exists():
             raise ModelFileError(f"{part_path} is missing: part {part} of {count} of this model")
         other = GGUFFile(part_path)
-        if _split_keys(other) != (part - 1, count):
-            raise ModelFileError(
-                f"{part_path} is not part {part} of {count} of this model (by its split.no, split.count)"
-            )
+        total = first.metadata.get("split.tensors.count")
+        if _split_keys(other) != (part - 1, count) or other.metadata.get("split.tensors.count", total) != total:
+            raise ModelFileError(f"{part_path} is not part {part} of {count} of this model, by its split.* keys")
         for name, info in other.tensors.items():
             if name in tensors:
                 raise ModelFileError(f"{part_path} holds {name!r}, which {tensors[name].file.path.name} holds as well")
