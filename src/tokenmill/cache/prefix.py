@@ -119,7 +119,7 @@ class PrefixTree:
         a leaf which that page's next insert makes grow. Where the tree has the same tokens already, the lease takes the
         tree's page and gives its own back.
         """
-        if not tokens:
+        if not tokens or lease.source >= 0:  # before its copy has run a lease has nothing that the tree lacks
             return
         size = self.pool.page_size
         node = lease.node or self._roots.setdefault(lease.namespace, Node(None, (), -1, lease.namespace))
