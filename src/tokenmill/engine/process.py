@@ -1,8 +1,8 @@
 """The engine in a process of its own: `python -m tokenmill.engine.process --fd 3 --parent 123 --config {...}`.
 
-main() loads an engine, says EngineReady, then repeats: take what came in, run a step, send what it gave. With nothing to
-do it sleeps in recv(). It ends when the front end closes its half of the socket pair (or dies: the kernel closes it, and
-kills this process at once even inside a long step), when told to Drain, or with EngineFailed when it cannot go on.
+main() loads an engine, says EngineReady, then repeats: take what came in, run a step, send what it gave. With nothing
+to do it sleeps in recv(). It ends when the front end closes its half of the socket pair (or dies: the kernel closes it,
+and kills this process at once even inside a long step), when told to Drain, or with EngineFailed when it cannot go on.
 
 It knows nothing of HTTP and of text. Who starts, watches and restarts it is engine/supervisor.py.
 """
@@ -36,8 +36,8 @@ from .messages import (
     EngineReady,
     EngineStats,
     OutputBatch,
-    TokenDelta,
     ToEngine,
+    TokenDelta,
 )
 
 DEFAULT_FACTORY = "tokenmill.engine.load:load_engine"
@@ -139,10 +139,10 @@ def main(arguments: list[str] | None = None) -> int:
             channel.send(OutputBatch([], loaded.engine.stats()))
             run_loop(loaded.engine, channel)
         except TokenmillError as error:
-            channel.send(EngineFailed(" ".join(error.message.split())))
+            channel.send(EngineFailed(message=" ".join(error.message.split())))
             return 1
         except MemoryError:
-            channel.send(EngineFailed("the engine ran out of memory"))
+            channel.send(EngineFailed(message="the engine ran out of memory"))
             return 1
     except (EOFError, OSError) as gone:
         if not isinstance(gone, (EOFError, BrokenPipeError, ConnectionError)):
@@ -150,7 +150,7 @@ def main(arguments: list[str] | None = None) -> int:
     except Exception as bug:
         traceback.print_exc()
         with contextlib.suppress(OSError):
-            channel.send(EngineFailed(f"the engine failed: {type(bug).__name__}"))
+            channel.send(EngineFailed(message=f"the engine failed: {type(bug).__name__}"))
         return 1
     return 0
 

@@ -6,9 +6,9 @@
                              | | died before it was ever ready: EngineGone(restart_in=None), the end
                              +-+--------- after a bounded, growing pause <----+
 
-Two threads: `engine-reader` spawns the process and hands every message to `on_event`; `engine-writer` sends, so that a
-caller never waits for an engine that is deep in a step. The reader lives as long as the supervisor, which matters: Linux
-kills a child with PR_SET_PDEATHSIG when the *thread* that spawned it ends.
+Two threads: `engine-reader` spawns the process and hands every message to `on_event`; `engine-writer` sends, so that
+a caller never waits for an engine that is deep in a step. The reader lives as long as the supervisor, which matters:
+Linux kills a child with PR_SET_PDEATHSIG when the *thread* that spawned it ends.
 
 It knows nothing of requests; whoever listens to `on_event` fails them when it hears EngineGone.
 """
