@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
+NUM_PAGES = 64
+LIMITS = dict(num_pages=NUM_PAGES, page_size=16, max_tokens=256, max_requests=8, max_logit_rows=256)  # for tiny models
+
 
 def reference(program, **limits):
     from tokenmill.backends.reference import ReferenceExecutor

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from ..program import Builder, Heads, Value, Weights
-from .hf_config import RopeParameters, bias_names, read_global_rope, read_local_rope, window_by_pattern
+from .hf_config import RopeParameters, read_global_rope, read_local_rope, window_by_pattern
 from .rope import make_rope
 
 
@@ -25,14 +25,10 @@ class Config:
     rms_norm_eps: float = 1e-6
     hidden_activation: Literal["gelu_pytorch_tanh"] = "gelu_pytorch_tanh"
     query_pre_attn_scalar: float = 256.0
-    attention_bias: bool = False
+    attention_bias: bool = False  # biases are part of their weights
     rope: Annotated[RopeParameters, read_global_rope]
     local_rope: Annotated[RopeParameters, read_local_rope]  # of the layers with a window
     windows: Annotated[tuple[int, ...], window_by_pattern]  # positions each layer sees; 0: all
-
-    @property
-    def biases(self) -> tuple[str, ...]:
-        return bias_names(qkv=self.attention_bias, o=self.attention_bias)
 
 
 def build(b: Builder, cfg: Config, w: Weights) -> Value:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,35 +22,37 @@ log = logging.getLogger(__name__)
 Config = TypeVar("Config")
 
 _IGNORED = """
-    _name_or_path _attn_implementation _attn_implementation_autoset _sliding_window_pattern architectures
-    attention_dropout auto_map bos_token_id cache_implementation chunk_size_feed_forward dtype embd_pdrop eos_token_id
-    hidden_act hidden_dropout_prob id2label initializer_range label2id max_window_layers model_type output_attentions
-    output_hidden_states pad_token_id pretraining_tp problem_type resid_pdrop return_dict rope_parameters rope_scaling
-    partial_rotary_factor rope_theta task_specific_params tie_word_embeddings tokenizer_class torch_dtype
-    torchscript transformers.js_config transformers_version unsloth_fixed unsloth_version use_bfloat16 use_cache
+    _attn_implementation _attn_implementation_autoset _name_or_path _sliding_window_pattern architectures
+    attention_dropout auto_map boi_token_index bos_token_id cache_implementation chunk_size_feed_forward dtype
+    embd_pdrop eoi_token_index eos_token_id hidden_act hidden_dropout_prob id2label image_token_index
+    initializer_range label2id max_window_layers mm_tokens_per_image model_type output_attentions
+    output_hidden_states pad_token_id partial_rotary_factor pretraining_tp problem_type resid_pdrop return_dict
+    rope_parameters rope_scaling rope_theta task_specific_params tie_word_embeddings tokenizer_class torch_dtype
+    torchscript transformers.js_config transformers_version unk_token_id unsloth_fixed unsloth_version use_bfloat16
+    use_cache vision_config
 """
 IGNORED = frozenset(_IGNORED.split())
-# Keys that do change the maths, with the values that leave it as it is. A family that has the feature lists the field.
+# Keys that change the maths, and the values besides null that do not. A family with the feature has a field for it.
 NEUTRAL: dict[str, tuple] = {
     "attention_bias": (False,),
-    "attention_multiplier": (None,),
-    "attn_logit_softcapping": (None,),
-    "clip_qkv": (None,),
-    "embedding_multiplier": (None, 1),
-    "final_logit_softcapping": (None,),
+    "attention_multiplier": (),
+    "attn_logit_softcapping": (),
+    "clip_qkv": (),
+    "embedding_multiplier": (1,),
+    "final_logit_softcapping": (),
     "is_encoder_decoder": (False,),
-    "layer_types": (None,),
-    "logits_scaling": (None, 1),
+    "layer_types": (),
+    "logits_scaling": (1,),
     "mlp_bias": (False,),
     "no_bias": (True,),
-    "num_experts": (None, 0),
-    "num_local_experts": (None, 0),
+    "num_experts": (0,),
+    "num_local_experts": (0,),
     "qk_layernorm": (False,),
-    "quantization_config": (None,),
-    "residual_multiplier": (None, 1),
+    "quantization_config": (),
+    "residual_multiplier": (1,),
     "rope_interleaved": (False,),
-    "sliding_window": (None,),
-    "use_bidirectional_attention": (None, False),
+    "sliding_window": (),
+    "use_bidirectional_attention": (False,),
     "use_qk_norm": (False,),
     "use_sliding_window": (False,),
 }
@@ -88,15 +91,15 @@ class Keys:
         self._config = config
         self.read: set[str] = set()
 
-    def get(self, key: str, kind: Any, default: Any = dataclasses.MISSING) -> Any:
-        """config[key] checked against a type (int, float, bool, Literal, X | None); ints are at least 1."""
+    def get(self, key: str, kind: Any, default: Any = dataclasses.MISSING, *, least: int = 1) -> Any:
+        """config[key] checked against a type: int (of at least `least`), float (positive), bool, Literal, X | None."""
         self.read.add(key)
         value = self._config.get(key, default)
         if value is None and default is not dataclasses.MISSING:
             value = default
         if value is dataclasses.MISSING:
             raise UnsupportedModel(f"the config has no {key!r}, which {self.family} needs", param=key)
-        return _checked(key, value, kind)
+        return _checked(key, value, kind, least)
 
     @property
     def family(self) -> str:
@@ -119,14 +122,14 @@ def read_config(kind: type[Config], config: dict[str, Any]) -> Config:
             values[field.name] = keys.get(field.name, hint, field.default)
 
     for key, allowed in NEUTRAL.items():
-        if key not in keys.read and config.get(key, allowed[0]) not in allowed:
+        if key not in keys.read and config.get(key) is not None and config[key] not in allowed:
             raise UnsupportedModel(f"{key} = {config[key]!r} is not something {keys.family} has here", param=key)
     if strangers := sorted(config.keys() - keys.read - IGNORED - NEUTRAL.keys()):
         log.warning("config of %s: ignoring unknown keys %s", keys.family, ", ".join(strangers))
     return kind(**values)
 
 
-def _checked(key: str, value: Any, kind: Any) -> Any:
+def _checked(key: str, value: Any, kind: Any, least: int = 1) -> Any:
     """`value` as `kind`; bool is not an int here, and an int will do for a float."""
     options = typing.get_args(kind)
     if typing.get_origin(kind) is Literal:
@@ -136,13 +139,12 @@ def _checked(key: str, value: Any, kind: Any) -> Any:
         return value
     if options:  # X | None
         return None if value is None else _checked(key, value, options[0])
-    if kind is float and type(value) in (int, float):
+    if kind is float and type(value) in (int, float) and 0 < value < math.inf:
         return float(value)
-    if type(value) is kind and (kind is not int or value > 0):
+    if type(value) is kind and kind is not float and (kind is not int or value >= least):
         return value
-    raise UnsupportedModel(
-        f"{key} = {value!r} should be {'a positive int' if kind is int else kind.__name__}", param=key
-    )
+    wanted = {int: f"an int of at least {least}", float: "a positive number"}.get(kind, kind.__name__)
+    raise UnsupportedModel(f"{key} = {value!r} should be {wanted}", param=key)
 
 
 # ---- derived fields that families share
@@ -206,11 +208,6 @@ def read_num_kv_heads(keys: Keys) -> int:
     return keys.get("num_key_value_heads", int | None, None) or keys.get("num_attention_heads", int)
 
 
-def bias_names(*, qkv: bool = False, o: bool = False, mlp: bool = False) -> tuple[str, ...]:
-    """The linears of a layer that have a bias."""
-    return (*("q_proj", "k_proj", "v_proj") * qkv, *("o_proj",) * o, *("gate_proj", "up_proj", "down_proj") * mlp)
-
-
 def window_everywhere(keys: Keys) -> tuple[int, ...]:
     """Mistral: every layer sees the last sliding_window positions, or all where it is null."""
     return (keys.get("sliding_window", int | None, None) or 0,) * keys.get("num_hidden_layers", int)
@@ -219,7 +216,7 @@ def window_everywhere(keys: Keys) -> tuple[int, ...]:
 def window_from_layer(keys: Keys) -> tuple[int, ...]:
     """Qwen: with use_sliding_window, layers from max_window_layers on, unless layer_types says it layer by layer."""
     enabled = keys.get("use_sliding_window", bool, False)
-    first = int(keys.get("max_window_layers", float, 28))  # may be 0
+    first = keys.get("max_window_layers", int, 28, least=0)
     windows = _windows(keys, lambda i: enabled and i >= first)
     if any(windows) and not enabled:
         raise UnsupportedModel("layer_types has windows, use_sliding_window = False has not", param="layer_types")

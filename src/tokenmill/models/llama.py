@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from ..program import Builder, Heads, Value, Weights
-from .hf_config import RopeParameters, bias_names, read_head_dim, read_num_kv_heads, read_rope
+from .hf_config import RopeParameters, read_head_dim, read_num_kv_heads, read_rope
 from .rope import make_rope
 
 
@@ -22,13 +22,9 @@ class Config:
     max_position_embeddings: int
     rms_norm_eps: float
     hidden_act: Literal["silu"]
-    attention_bias: bool = False
+    attention_bias: bool = False  # biases are part of their weights
     mlp_bias: bool = False
     rope: Annotated[RopeParameters, read_rope]
-
-    @property
-    def biases(self) -> tuple[str, ...]:
-        return bias_names(qkv=self.attention_bias, o=self.attention_bias, mlp=self.mlp_bias)
 
 
 def build(b: Builder, cfg: Config, w: Weights) -> Value:

@@ -25,10 +25,6 @@ class Config:
     rope: Annotated[RopeParameters, read_rope]
     windows: Annotated[tuple[int, ...], window_everywhere]  # positions each layer sees; 0: all
 
-    @property
-    def biases(self) -> tuple[str, ...]:
-        return ()
-
 
 def build(b: Builder, cfg: Config, w: Weights) -> Value:
     """Logits (L, vocab_size) of the step's tokens."""

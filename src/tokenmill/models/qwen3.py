@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from ..program import Builder, Heads, Value, Weights
-from .hf_config import RopeParameters, bias_names, read_rope, window_from_layer
+from .hf_config import RopeParameters, read_rope, window_from_layer
 from .rope import make_rope
 
 
@@ -22,13 +22,9 @@ class Config:
     max_position_embeddings: int
     rms_norm_eps: float
     hidden_act: Literal["silu"]
-    attention_bias: bool = False
+    attention_bias: bool = False  # biases are part of their weights
     rope: Annotated[RopeParameters, read_rope]
     windows: Annotated[tuple[int, ...], window_from_layer]  # positions each layer sees; 0: all
-
-    @property
-    def biases(self) -> tuple[str, ...]:
-        return bias_names(qkv=self.attention_bias, o=self.attention_bias)
 
 
 def build(b: Builder, cfg: Config, w: Weights) -> Value:
