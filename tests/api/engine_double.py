@@ -27,6 +27,7 @@ class Loaded:
 
 def load(config: EngineConfig) -> Loaded:
     folder = Path(config.model)
+    folder = folder if folder.is_dir() else folder.parent
     if (folder / "fails").exists():
         raise ConfigError((folder / "fails").read_text())
     if (folder / "dies").exists():

@@ -30,6 +30,7 @@ HELP: dict[type, dict[str, str]] = {
         "max_waiting": "Sequences that may queue; beyond it requests get 429.",
         "enable_prefix_caching": "Reuse the KV of prompts that begin alike.",
         "num_threads": "Compute threads. Default: the cores this process may use.",
+        "backend": "cpu, or reference: the numpy specification, slow.",
         "isa": "Instruction set: plain, avx2, avx512 or neon. Default: the best this machine has.",
         "seed": "Seed of requests that bring none. Default: fresh each time.",
     },

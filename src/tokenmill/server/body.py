@@ -1,0 +1,96 @@
+"""Request bodies: read within a size and a time, decoded strictly, every mistake named by its field.
+
+Knows HTTP and msgspec; nothing of what the bodies mean (server/protocol.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from ..config import ServerConfig
+from ..errors import InvalidRequest, RequestTooLarge
+from .errors import ClientDisconnected, RequestTimeout, UnsupportedMediaType
+
+T = TypeVar("T")
+_WHERE = re.compile(r"^(.*?)(?: - at (?:`key` in )?`\$\.?(.*)`)?$", re.DOTALL)  # msgspec's own way of saying it
+
+
+async def read_body(request: Request, config: ServerConfig) -> bytes:
+    """The whole body. Raises RequestTooLarge (before reading where the length is promised), RequestTimeout."""
+    too_large = RequestTooLarge(f"the body is larger than {config.max_body_bytes} bytes")
+    promised = request.headers.get("content-length", "")
+    if promised.isdigit() and int(promised) > config.max_body_bytes:
+        raise too_large
+    chunks, size = [], 0
+    try:
+        async with asyncio.timeout(config.body_seconds):
+            more = True
+            while more:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnected("the client left")
+                chunk, more = message.get("body", b""), message.get("more_body", False)
+                size += len(chunk)
+                if size > config.max_body_bytes:
+                    raise too_large
+                chunks.append(chunk)
+    except TimeoutError:
+        raise RequestTimeout(f"the body took more than {config.body_seconds:g} s") from None
+    return b"".join(chunks)
+
+
+def check_media_type(request: Request) -> None:
+    """JSON, not compressed. No content type at all counts as JSON."""
+    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        raise UnsupportedMediaType(f"content-type is {kind[:100]!r}; send application/json")
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding != "identity":
+        raise UnsupportedMediaType(f"content-encoding is {coding[:100]!r}; send the body uncompressed")
+
+
+async def read_json(request: Request, decoder: msgspec.json.Decoder[T], config: ServerConfig) -> T:
+    """The body as the decoder's type. Raises InvalidRequest with the field's name."""
+    check_media_type(request)
+    return decode(await read_body(request, config), decoder)
+
+
+def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+    if not body.strip():
+        raise InvalidRequest("the body is empty; send a JSON object")
+    if body.startswith(b"\xef\xbb\xbf"):
+        raise InvalidRequest("the body starts with a byte order mark; send plain UTF-8 JSON")
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        text, where = _WHERE.match(str(error)).groups()  # type: ignore[union-attr]
+        if not where and (missing := re.search(r"missing required field `(\w+)`", text)):
+            where = missing[1]
+        raise InvalidRequest(f"{where}: {text}" if where else text, param=where or None) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        field = _non_finite_field(body)
+        if field is not None:
+            raise InvalidRequest(f"{field}: not a finite number", param=field) from None
+        raise InvalidRequest(f"the body is not valid JSON: {str(error)[:200]}") from None
+    except RecursionError:
+        raise InvalidRequest("the body is nested too deeply") from None
+
+
+def _non_finite_field(body: bytes) -> str | None:
+    """The top-level field that holds NaN, Infinity or a number past the floats: no JSON, but clients do send them."""
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    if isinstance(value, dict):
+        for name, item in value.items():
+            if isinstance(item, float) and not math.isfinite(item):
+                return name
+    return None

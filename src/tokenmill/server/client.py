@@ -1,0 +1,248 @@
+"""The event loop's side of the engine process: submit requests, read their tokens, abort, watch its health.
+
+    reader thread --call_soon_threadsafe, once a step--> EngineClient --> EngineStream of each caller
+
+Everything here but `_from_reader` runs on the event loop's thread. It knows nothing of HTTP and of text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+
+from ..config import EngineConfig
+from ..engine.messages import AbortRequest, AddRequest, EngineReady, EngineStats, OutputBatch, TokenDelta
+from ..engine.process import DEFAULT_FACTORY
+from ..engine.supervisor import EngineGone, Supervisor
+from ..errors import EngineUnavailable, InvalidRequest, Overloaded, SetupError, TokenmillError
+
+log = logging.getLogger("tokenmill")
+
+COUNTERS = (  # of EngineStats; they never go down, also when the engine starts anew
+    "num_steps",
+    "num_preemptions",
+    "prompt_tokens",
+    "generation_tokens",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
+    "busy_seconds",
+)
+
+
+class EngineState(enum.Enum):
+    LOADING = "the engine is loading"
+    READY = "ready"
+    DOWN = "the engine died and is being restarted"
+    DRAINING = "the server is shutting down"
+
+
+class EngineStream:
+    """What the engine gives for one caller's requests, as it comes. Close it, always: that frees the engine."""
+
+    def __init__(self, client: EngineClient, adds: Iterable[AddRequest]):
+        self._client = client
+        self._open = {add.request_id: set(range(add.params.n)) for add in adds}  # choices that have not finished
+        self._deltas: list[TokenDelta] = []
+        self._error: TokenmillError | None = None
+        self._waiter: asyncio.Future | None = None
+
+    async def next(self) -> list[TokenDelta]:
+        """All that came since the last call, waiting for at least one. [] once every choice has finished.
+
+        Raises EngineUnavailable when the engine died or the server's drain time is over.
+        """
+        while not self._deltas:
+            if self._error is not None:
+                raise self._error
+            if not self._open:
+                return []
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def stop_choice(self, abort: AbortRequest) -> None:
+        """A stop string matched: the engine need not go on with this choice. Later deltas of it are dropped."""
+        if abort.index in self._open.get(abort.request_id, ()):
+            self._client.abort(abort)
+            self._finished(abort.request_id, abort.index)
+
+    def cancel(self, error: TokenmillError) -> None:
+        """Abort what is unfinished; whoever waits in next() gets `error`."""
+        self.close()
+        self.fail(error)
+
+    def close(self) -> None:
+        """Abort what is unfinished. Idempotent."""
+        for request_id in list(self._open):
+            self._client.abort(AbortRequest(request_id))
+            for index in list(self._open.get(request_id, ())):
+                self._finished(request_id, index)
+
+    def _finished(self, request_id: str, index: int) -> None:
+        choices = self._open[request_id]
+        choices.discard(index)
+        self._client.num_live -= 1
+        if not choices:
+            del self._open[request_id]
+            self._client.streams.pop(request_id, None)
+
+    def feed(self, delta: TokenDelta) -> None:
+        if delta.index not in self._open.get(delta.request_id, ()):
+            return  # on its way when the choice was stopped
+        self._deltas.append(delta)
+        if delta.finish_reason is not None:
+            self._finished(delta.request_id, delta.index)
+        self._wake()
+
+    def fail(self, error: TokenmillError) -> None:
+        self._error = error
+        for request_id, choices in list(self._open.items()):
+            for index in list(choices):
+                self._finished(request_id, index)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class EngineClient:
+    """One engine process, from the event loop. Make it, start() it inside the loop, stop() it at the end."""
+
+    def __init__(self, config: EngineConfig, *, factory: str = DEFAULT_FACTORY):
+        self.config = config
+        self.state = EngineState.LOADING
+        self.info: EngineReady | None = None
+        self.stats = EngineStats()
+        self.streams: dict[str, EngineStream] = {}  # by the engine's request id
+        self.num_live = 0  # sequences accepted and not finished
+        self.num_restarts = 0
+        self.on_gone: Callable[[EngineGone], None] = lambda gone: None
+        self._past = EngineStats()  # counters of engines that died
+        self._supervisor = Supervisor(config, self._from_reader, factory=factory)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._early: list[Any] = []  # events from before the loop ran; with the lock
+        self._lock = threading.Lock()
+        self._first: asyncio.Future | None = None
+
+    # ---- life
+
+    def spawn(self) -> None:
+        """Start the engine process. May be called before there is an event loop."""
+        self._supervisor.start()
+
+    def attach(self) -> None:
+        """Take events on the running event loop from now on."""
+        with self._lock:
+            self._loop = asyncio.get_running_loop()
+            self._first = self._loop.create_future()
+            for event in self._early:
+                self._loop.call_soon(self._handle, event)
+            self._early.clear()
+
+    async def wait_ready(self) -> EngineReady:
+        """Until the first engine has loaded. Raises SetupError with its reason if it could not."""
+        assert self._first is not None
+        return await asyncio.shield(self._first)
+
+    def drain(self) -> None:
+        """Take nothing new; what runs may finish."""
+        self.state = EngineState.DRAINING
+
+    def fail_all(self, error: TokenmillError) -> None:
+        for stream in set(self.streams.values()):
+            stream.fail(error)
+
+    def stop(self) -> None:
+        self._supervisor.stop()
+
+    @property
+    def pid(self) -> int | None:
+        return self._supervisor.pid
+
+    @property
+    def capacity(self) -> int:
+        """Sequences that may run and wait together."""
+        return self.config.max_num_seqs + self.config.max_waiting
+
+    # ---- requests
+
+    def check_ready(self) -> None:
+        if self.state is not EngineState.READY:
+            raise EngineUnavailable(self.state.value)
+
+    def submit(self, adds: list[AddRequest]) -> EngineStream:
+        """Queue validated requests, all or none. Raises Overloaded, EngineUnavailable, InvalidRequest (never fits)."""
+        self.check_ready()
+        wanted = sum(add.params.n for add in adds)
+        if wanted > self.capacity:
+            raise InvalidRequest(f"{wanted} sequences in one request; this server takes {self.capacity}", param="n")
+        if self.num_live + wanted > self.capacity:
+            raise Overloaded(f"the queue is full: {self.config.max_waiting} sequences may wait", retry_after=1)
+        stream = EngineStream(self, adds)
+        self.num_live += wanted
+        for add in adds:
+            self.streams[add.request_id] = stream
+            self._supervisor.send(add)
+        return stream
+
+    def abort(self, message: AbortRequest) -> None:
+        self._supervisor.send(message)
+
+    # ---- events
+
+    def _from_reader(self, event: Any) -> None:
+        """On the reader thread."""
+        with self._lock, contextlib.suppress(RuntimeError):  # the loop is closed: the server is going away
+            if self._loop is None:
+                self._early.append(event)
+            else:
+                self._loop.call_soon_threadsafe(self._handle, event)
+
+    def _handle(self, event: Any) -> None:
+        if isinstance(event, OutputBatch):
+            if event.stats is not None:
+                self.stats = self._with_past(event.stats)
+            for delta in event.deltas:
+                stream = self.streams.get(delta.request_id)
+                if stream is not None:
+                    stream.feed(delta)
+        elif isinstance(event, EngineReady):
+            self.info = event
+            if self.state is not EngineState.DRAINING:
+                self.state = EngineState.READY
+            if self._first is not None and not self._first.done():
+                self._first.set_result(event)
+            elif self.num_restarts:
+                log.warning("the engine is ready again")
+        elif isinstance(event, EngineGone):
+            self._gone(event)
+
+    def _gone(self, event: EngineGone) -> None:
+        if self.state is not EngineState.DRAINING:
+            self.state = EngineState.DOWN
+        self._past = EngineStats(**{name: getattr(self.stats, name) for name in COUNTERS})
+        self.stats = msgspec.structs.replace(self._past)  # gauges at zero: nothing runs
+        self.fail_all(EngineUnavailable(f"{event.message}; the request was lost"))
+        if event.restart_in is None:
+            if self._first is not None and not self._first.done():
+                self._first.set_exception(SetupError(event.message))
+        else:
+            self.num_restarts += 1
+            log.error("%s; starting it again in %.2g s", event.message, event.restart_in)
+        self.on_gone(event)
+
+    def _with_past(self, stats: EngineStats) -> EngineStats:
+        if not self.num_restarts:
+            return stats
+        return msgspec.structs.replace(
+            stats, **{name: getattr(stats, name) + getattr(self._past, name) for name in COUNTERS}
+        )

@@ -1,0 +1,60 @@
+"""POST /tokenize and /detokenize, in vLLM's form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+
+from ...errors import InvalidRequest
+from ...text.chat import chat_to_ids
+from ..body import read_json
+from ..errors import JSON
+from ..protocol import DETOKENIZE_DECODER, TOKENIZE_DECODER, check_messages
+from ..state import serving_of
+
+
+async def tokenize(request: Request) -> JSON:
+    serving = serving_of(request)
+    body = await read_json(request, TOKENIZE_DECODER, serving.config)
+    if body.model is not None:
+        serving.check_model(body.model)
+    serving.check_ready()
+    tokenizer, info = serving.tokenizer, serving.engine.info
+    assert info is not None
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest("give either prompt or messages", param="prompt")
+    if body.prompt is not None:
+        ids = await serving.in_pool(
+            len(body.prompt), tokenizer.encode, body.prompt, add_special_tokens=body.add_special_tokens is not False
+        )
+    else:
+        messages = check_messages(body.messages)
+        size = sum(len(str(message.get("content"))) for message in messages)
+        ids = await serving.in_pool(
+            size,
+            chat_to_ids,
+            tokenizer,
+            messages,
+            template=serving.chat_template,
+            add_generation_prompt=body.add_generation_prompt is not False,
+        )
+    answer: dict[str, Any] = {"count": len(ids), "max_model_len": info.max_model_len, "tokens": ids}
+    if body.return_token_strs:
+        answer["token_strs"] = [tokenizer.token_text(token_id) for token_id in ids]
+    return JSON(answer)
+
+
+async def detokenize(request: Request) -> JSON:
+    serving = serving_of(request)
+    body = await read_json(request, DETOKENIZE_DECODER, serving.config)
+    if body.model is not None:
+        serving.check_model(body.model)
+    serving.check_ready()
+    tokenizer = serving.tokenizer
+    for i, token_id in enumerate(body.tokens):
+        if not 0 <= token_id < tokenizer.vocab_size:
+            raise InvalidRequest(f"{token_id} is no token; ids are below {tokenizer.vocab_size}", param=f"tokens[{i}]")
+    skip = bool(body.skip_special_tokens)
+    text = await serving.in_pool(len(body.tokens), tokenizer.decode, body.tokens, skip_special_tokens=skip)
+    return JSON({"prompt": text})
