@@ -25,7 +25,7 @@ from .tokenizer import Tokenizer
 if TYPE_CHECKING:
     import jinja2
 
-MAX_TEMPLATE_CHARS = 1 << 20
+MAX_TEMPLATE_CHARS = 1 << 18
 MIN_OUTPUT_CHARS = 1 << 21  # what a template may always write; more in proportion to what it is given
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _END_MARK = "\ue000\ue001end of the final message\ue001\ue000"
@@ -170,8 +170,8 @@ def _own_template(tokenizer: Tokenizer, tools) -> str:
 def _run(source: str, variables: dict[str, Any]) -> str:
     from .sandbox import Budget, TemplateComplaint, TemplateTooExpensive, render
 
-    given = json.dumps(variables, ensure_ascii=False, default=str)
     try:
+        given = json.dumps(variables, ensure_ascii=False, default=str)
         template = _compile(source)
         return render(template, variables, Budget(MIN_OUTPUT_CHARS + 4 * len(given)))
     except TemplateComplaint as error:

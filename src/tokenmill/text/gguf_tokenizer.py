@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import ModelFileError, UnsupportedModel
 from .byte_level import LibraryVocabulary
 from .pre_tokenizers import pre_tokenizer
-from .spm import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, SentencePieceModel
+from .spm import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, SentencePieceModel, index_pieces
 from .tokenizer import Tokenizer, end_tokens
 
 _KEY = "tokenizer.ggml."
@@ -21,6 +21,8 @@ _KEY = "tokenizer.ggml."
 def gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     model = metadata.get(_KEY + "model")
     pieces = _strings(metadata, "tokens")
+    if "" in pieces:  # fillers, which need a name of their own
+        pieces = [piece or f"[EMPTY_{i}]" for i, piece in enumerate(pieces)]
     if model == "gpt2":
         pre = pre_tokenizer(metadata.get(_KEY + "pre"))
         vocabulary = _byte_level(metadata, pieces, pre)
@@ -61,19 +63,12 @@ def _byte_level(metadata, pieces: list[str], pre) -> LibraryVocabulary:
     types = _plain(metadata.get(_KEY + "token_type")) or [NORMAL] * len(pieces)
     if len(types) != len(pieces):
         raise ModelFileError(f"tokenizer.ggml has {len(pieces)} tokens and {len(types)} token types; they must agree")
-    vocab = dict(zip(pieces, range(len(pieces))))
-    if len(vocab) != len(pieces):
-        pieces = _distinct(pieces)
-        vocab = dict(zip(pieces, range(len(pieces))))
-    merges = []
-    for i, merge in enumerate(_strings(metadata, "merges")):
-        left, space, right = merge.partition(" ")
-        if not (left and space and right) or left not in vocab or right not in vocab or left + right not in vocab:
-            raise ModelFileError(
-                f"tokenizer.ggml.merges[{i}] is {merge[:40]!r}, which does not join two tokens into one"
-            )
-        merges.append((left, right))
-    backend = Tokenizer(BPE(vocab=vocab, merges=merges, ignore_merges=pre.ignore_merges))
+    vocab = index_pieces(pieces)
+    merges = [tuple(merge.split(" ")) for merge in _strings(metadata, "merges")]
+    try:
+        backend = Tokenizer(BPE(vocab=vocab, merges=merges, ignore_merges=pre.ignore_merges))
+    except Exception:  # looked for only now: checking each merge costs more than all the rest
+        raise _wrong_merge(vocab, merges) from None
     normalizer, backend.pre_tokenizer = pre.build()
     if normalizer is not None:
         backend.normalizer = normalizer
@@ -83,19 +78,15 @@ def _byte_level(metadata, pieces: list[str], pre) -> LibraryVocabulary:
     return LibraryVocabulary(backend)
 
 
-def _distinct(pieces: list[str]) -> list[str]:
-    """Empty tokens are fillers and get a name of their own; a real token twice is a damaged file."""
-    pieces = [piece or f"[EMPTY_{i}]" for i, piece in enumerate(pieces)]
-    seen: dict[str, int] = {}
-    for i, piece in enumerate(pieces):
-        if seen.setdefault(piece, i) != i:
-            raise ModelFileError(f"tokenizer.ggml.tokens has {piece[:40]!r} twice, as {seen[piece]} and {i}")
-    return pieces
+def _wrong_merge(vocab: dict[str, int], merges: list[tuple[str, ...]]) -> ModelFileError:
+    for i, merge in enumerate(merges):
+        if len(merge) != 2 or not {*merge, "".join(merge)} <= vocab.keys():
+            text = " ".join(merge)[:40]
+            return ModelFileError(f"tokenizer.ggml.merges[{i}] is {text!r}, which does not join two tokens into one")
+    return ModelFileError("tokenizer.ggml.merges cannot be used")
 
 
 def _sentencepiece(metadata, pieces: list[str]) -> SentencePieceModel:
-    if len(set(pieces)) != len(pieces):
-        pieces = _distinct(pieces)
     scores = metadata.get(_KEY + "scores")
     if scores is None:
         raise ModelFileError("tokenizer.ggml.scores is missing; a llama (SPM) tokenizer cannot merge without it")
@@ -134,7 +125,7 @@ def _strings(metadata, key: str) -> list[str]:
     value = _plain(metadata.get(_KEY + key))
     if not isinstance(value, list) or not value:
         raise ModelFileError(f"{_KEY}{key} is missing; the file holds no usable tokenizer")
-    if not all(type(one) is str for one in value):
+    if set(map(type, value)) != {str}:
         raise ModelFileError(f"{_KEY}{key} must be a list of strings")
     return value
 

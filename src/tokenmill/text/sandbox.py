@@ -26,9 +26,11 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.runtime import Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace, pass_context
+from markupsafe import escape
 
 MAX_STEPS = 2_000_000
 MAX_WIDTH = 10_000  # of a padded or indented text
+_NESTED = re.compile(r"\{[^}]*\{")  # {:{}}, a width given as an argument
 _WIDE = re.compile(r"[0-9]{5}|\*")  # a width or precision in a format string that is too large, or hidden
 
 
@@ -63,10 +65,11 @@ class Budget:
             if len(value) > self.chars:
                 raise TemplateTooExpensive("it makes a text that is too long")
             return value
+        self.step()
         weight, left = 0, [value]
         while left:
             one = left.pop()
-            weight += 8
+            weight += 16
             if isinstance(one, (str, bytes)):
                 weight += len(one)
             elif isinstance(one, dict):
@@ -75,7 +78,7 @@ class Budget:
             elif isinstance(one, (list, tuple, set, frozenset)):
                 left.extend(one)
             elif isinstance(one, Namespace):
-                left.extend(vars(one).values())
+                left.extend(object.__getattribute__(one, "_Namespace__attrs").values())
             elif isinstance(one, int):
                 weight += one.bit_length() >> 1
             if weight > self.chars:
@@ -115,8 +118,9 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             optimized=False,  # nothing is evaluated while compiling
             finalize=_write,
         )
-        self.filters = {name: _metered(name, self.filters[name]) for name in _FILTERS}
-        self.filters |= {"tojson": _metered("tojson", _tojson), "sum": _metered("sum", _sum)}
+        self.filters = {name: _metered(name, self.filters[name]) for name in _FILTERS.split()}
+        own = {"tojson": _tojson, "sum": _sum, "join": _join, "safe": str, "e": _escape, "escape": _escape}
+        self.filters |= {name: _metered(name, function) for name, function in own.items()}
         self.filters |= {_STEP: _step, _CONCAT: _concat, _MADE: _made}
         self.globals = {
             "range": self.globals["range"],  # the sandbox's, of at most 100,000
@@ -153,8 +157,21 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         budget = _budget()
         budget.step()
         if isinstance(called, BuiltinMethodType):
+            if called.__name__ == "join" and args:
+                args = (_gather(called.__self__, args[0]),)
             _check_method(called, args, kwargs)
         return budget.weigh(super().call(context, called, *args, **kwargs))
+
+    def wrap_str_format(self, value):
+        safe_format = super().wrap_str_format(value)
+        if safe_format is None:
+            return None
+
+        def checked(*args, **kwargs):
+            _check_format(value.__self__, "{", (*args, *kwargs.values()))
+            return safe_format(*args, **kwargs)
+
+        return checked
 
 
 def render(template: jinja2.Template, variables: dict, budget: Budget) -> str:
@@ -247,14 +264,11 @@ def _write(context, value):
 
 # ---- filters, methods and globals
 
-# fmt: off
-_FILTERS = (
-    "abs", "attr", "batch", "capitalize", "center", "count", "d", "default", "dictsort", "e", "escape", "first",
-    "float", "forceescape", "format", "groupby", "indent", "int", "items", "join", "last", "length", "list", "lower",
-    "map", "max", "min", "reject", "rejectattr", "replace", "reverse", "round", "safe", "select", "selectattr", "slice",
-    "sort", "string", "title", "trim", "truncate", "unique", "upper", "urlencode", "wordcount",
-)
-# fmt: on
+_FILTERS = """
+abs attr batch capitalize center count d default dictsort first float format groupby indent int items last length list
+lower map max min reject rejectattr replace reverse round select selectattr slice sort string title trim truncate unique
+upper urlencode wordcount
+"""
 
 
 def _metered(name: str, function):
@@ -287,8 +301,6 @@ def _check_filter(name: str, args: tuple, kwargs: dict) -> None:
         _check_replace(str(args[0]), str(args[1]), str(args[2]))
     elif name == "format" and args:
         _check_format(str(args[0]), "%", (*args[1:], *kwargs.values()))
-    elif name == "join" and args:
-        _check_join(args[1] if len(args) > 1 else kwargs.get("d", ""), args[0])
     elif name == "string" and args:
         _budget().weigh(args[0])
 
@@ -303,10 +315,6 @@ def _check_method(method, args: tuple, kwargs: dict) -> None:
                 _budget().fits(len(text) + text.count("\t") * max((a for a in args if isinstance(a, int)), default=8))
         elif name == "replace" and len(args) >= 2:
             _check_replace(owner, args[0], args[1])
-        elif name == "join" and args:
-            _check_join(owner, args[0])
-        elif name in ("format", "format_map"):
-            _check_format(text, "{", (*args, *kwargs.values()))
         elif name in ("translate", "maketrans"):
             raise jinja2.exceptions.SecurityError(f"{name} is not available in chat templates")
     elif isinstance(owner, int):
@@ -331,20 +339,19 @@ def _check_replace(text, old, new) -> None:
         _budget().fits(len(text) + text.count(old) * len(new))
 
 
-def _check_join(separator, values) -> None:
-    """Lazy values are weighed as they come, by the caller; here only what is there already."""
+def _gather(separator, values) -> list:
+    """What is to be joined, as a list, counted as it comes: it may be lazy."""
     budget = _budget()
-    if isinstance(values, (list, tuple, set, frozenset, dict, str)):
-        budget.weigh(values)
-        budget.fits(len(values) * len(str(separator)) + len(values))
-    else:
-        raise_if_lazy = getattr(values, "__next__", None)
-        if raise_if_lazy is not None and len(str(separator)) > MAX_WIDTH:
-            raise TemplateTooExpensive("it joins with a separator that is too long")
+    gathered, size, between = [], 0, len(separator)
+    for value in values:
+        size += between + (len(value) if isinstance(value, (str, bytes)) else len(str(budget.weigh(value))))
+        budget.fits(size)
+        gathered.append(value)
+    return gathered
 
 
 def _check_format(text: str, sign: str, args: tuple) -> None:
-    if _WIDE.search(text):
+    if _WIDE.search(text) or (sign == "{" and _NESTED.search(text.replace("{{", "").replace("}}", ""))):
         raise TemplateTooExpensive("it formats with a width that is too large")
     budget = _budget()
     size = sum(len(one) if isinstance(one, (str, bytes)) else len(str(budget.weigh(one))) for one in args)
@@ -360,6 +367,17 @@ def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=F
         raise jinja2.UndefinedError("tojson was given a value that is not defined")
     _budget().weigh(value)
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _join(value, d="", attribute=None):
+    d = str(d)
+    if attribute is not None:
+        value = [one[attribute] for one in value]
+    return d.join(map(str, _gather(d, value)))
+
+
+def _escape(value) -> str:
+    return str(escape(str(value)))
 
 
 def _sum(iterable, attribute=None, start=0):

@@ -82,7 +82,7 @@ class SentencePieceModel:
         self._types = types
         self._unknown_id = unknown_id
         self.special = frozenset(np.flatnonzero(np.isin(types, (UNKNOWN, CONTROL))).tolist())
-        self._ids = dict(zip(pieces, range(self.size)))
+        self._ids = index_pieces(pieces)
         # Lower merges first; a piece that is never merged into has none.
         self._rank = np.where(np.isin(types, (NORMAL, UNUSED)), -scores, np.inf).tolist()
         self._bytes = {_byte_of(pieces[i], i): i for i in np.flatnonzero(types == BYTE).tolist()}
@@ -187,6 +187,16 @@ class SentencePieceModel:
 
     def longest_token(self) -> int:
         return max(map(len, self.pieces), default=1) * 4
+
+
+def index_pieces(pieces: list[str]) -> dict[str, int]:
+    """Id by text. Raises ModelFileError for a text that stands twice: one of its ids could never be reached."""
+    ids = dict(zip(pieces, range(len(pieces))))
+    if len(ids) != len(pieces):
+        seen: set[str] = set()
+        twice = next(piece for piece in pieces if piece in seen or seen.add(piece))  # type: ignore[func-returns-value]
+        raise ModelFileError(f"the vocabulary has {twice[:40]!r} twice, as {pieces.index(twice)} and {ids[twice]}")
+    return ids
 
 
 def _byte_of(piece: str, token_id: int) -> int:
