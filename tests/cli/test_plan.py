@@ -1,0 +1,78 @@
+"""`tokenmill plan`: bytes that add up, pages and concurrency by hand, a roofline, all without loading weights."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from tests.support.checkpoints import gguf_file, hf_folder
+from tokenmill.cli.main import main
+from tokenmill.cli.plan import activation_bytes, step_seconds
+from tokenmill.config import EngineConfig, ResolvedEngine
+from tokenmill.program import Program, RecordingBuilder, StepShape, Weight
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return gguf_file(tmp_path_factory.mktemp("plan") / "tiny.gguf", "llama")
+
+
+def plan(path, *options) -> dict:
+    done = CliRunner().invoke(
+        main, ["plan", str(path), "--json", "--bandwidth", "10", "--peak", "100", *options], catch_exceptions=False
+    )
+    assert done.exit_code == 0, done.output
+    return json.loads(done.output)
+
+
+def test_the_ledger_adds_up(tiny):
+    made = plan(tiny, "--kv-cache-bytes", "1000000")
+    page = made["page_size"] * made["kv_bytes_per_token"]
+    assert made["num_pages"] == 1_000_000 // page and made["kv_bytes"] == made["num_pages"] * page
+    assert made["total_bytes"] == made["weight_bytes"] + made["kv_bytes"] + made["activation_bytes"]
+    assert sum(made["weight_formats"].values()) > 0 and made["ops"]["attention"] >= 1
+
+
+def test_concurrency_is_pages_over_pages_of_a_sequence(tiny):
+    made = plan(tiny, "--context", "33", "--max-num-seqs", "1000", "--kv-cache-bytes", "1000000")
+    assert made["max_concurrency"] == min(1000, made["num_pages"] // 3)
+    assert plan(tiny, "--context", "33", "--max-num-seqs", "2")["max_concurrency"] == 2
+
+
+def test_speeds_are_the_roofline(tiny):
+    made = plan(tiny)
+    seconds = max(made["decode_bytes"] / 10e9, made["decode_flops"] / 100e9)
+    assert made["decode_tokens_per_s"] == pytest.approx(1 / seconds)
+    assert made["decode_batch_tokens_per_s"] >= made["decode_tokens_per_s"]
+
+
+def test_a_folder_plans_like_its_gguf(tiny, tmp_path):
+    folder = hf_folder(tmp_path / "tiny", "llama")
+    one, other = plan(tiny), plan(folder)
+    for key in ("kv_bytes_per_token", "ops", "prefill_flops", "max_model_len"):
+        assert one[key] == other[key]
+
+
+def test_the_table_names_everything(tiny):
+    output = CliRunner().invoke(main, ["plan", str(tiny), "--ops"], catch_exceptions=False).output
+    for word in ("weights", "KV", "pages of 16", "concurrency", "decode", "prefill", "threads", "llama.py:"):
+        assert word in output
+
+
+def test_a_context_past_the_models_is_refused(tiny):
+    done = CliRunner().invoke(main, ["plan", str(tiny), "--context", "99999999", "--bandwidth", "1", "--peak", "1"])
+    assert done.exit_code == 1 and "--context is 99999999" in done.output
+
+
+def test_activations_at_their_peak():
+    import numpy as np
+
+    weight = lambda n, out, inn: Weight(n, (out, inn), "F32", np.zeros(4 * out * inn, np.uint8))  # noqa: E731
+    b = RecordingBuilder()
+    x = b.embed(weight("e", 50, 8))
+    gate, up = b.linear_split(x, (weight("g", 32, 8), weight("u", 32, 8)))
+    program: Program = b.finish(b.linear(b.select_rows(b.act_mul(gate, up, "silu")), weight("h", 50, 32)))
+    resolved = ResolvedEngine(EngineConfig(max_num_batched_tokens=10, max_num_seqs=3), 64, 4, 1)
+    assert activation_bytes(program, resolved) == 4 * 10 * (32 + 32 + 32)  # gate, up and their product
+    shape = StepShape(1, 1, 1)
+    assert step_seconds(program, shape, 1.0, 1e30) == program.bytes(shape)
