@@ -1,0 +1,194 @@
+"""SamplingBatch: fills the SamplingInputs of a step from the requests' params, into arrays allocated once.
+
+What a request's params say is worked out once, when the request first takes a row (RowConstants); a step only gathers
+those columns and adds what changes from token to token: the counter, min_tokens, bad words, and the history that
+penalties need. It knows nothing of logits.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..backends.interface import GREEDY_BELOW, MAX_LOGPROBS, SamplingInputs, SamplingOutputs
+from ..core import Request
+
+FLOATS = ("temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+FORBIDDEN = -np.inf
+EMPTY = np.zeros(0, np.int32)
+
+
+class RowConstants:
+    """What never changes about how one request samples."""
+
+    __slots__ = ("allowed", "bad_words", "bias", "dynamic", "ends", "floats", "history", "num_logprobs", "top_k")
+
+    def __init__(self, request: Request):
+        p = request.params
+        self.floats = np.array([getattr(p, name) for name in FLOATS], np.float32)
+        if p.temperature < GREEDY_BELOW:
+            self.floats[0] = 0.0
+        self.top_k = min(max(p.top_k, 0), 2**31 - 1)
+        self.num_logprobs = -1 if p.logprobs is None else p.logprobs
+        self.bias = [(int(token), float(value)) for token, value in (p.logit_bias or {}).items()]
+        self.allowed = np.array(sorted(set(p.allowed_token_ids or ())), np.int32)
+        self.ends = sorted({*request.eos_token_ids, *(p.stop_token_ids or ())}) if p.min_tokens > 0 else []
+        self.bad_words = request.bad_words_ids
+        penalised = p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
+        self.history = History(request) if penalised else None
+        self.dynamic = bool(self.bias or len(self.allowed) or self.ends or self.bad_words or penalised)
+
+    def biases(self, request: Request) -> list[tuple[int, float]]:
+        """(token, what to add) for the next token of `request`."""
+        biases = list(self.bias)
+        if self.ends and request.num_output_tokens < request.params.min_tokens:
+            biases += [(token, FORBIDDEN) for token in self.ends]
+        for word in self.bad_words:
+            if ends_with(request, word[:-1]):
+                biases.append((word[-1], FORBIDDEN))
+        return biases
+
+
+class History:
+    """A request's tokens as an array that grows with them."""
+
+    __slots__ = ("length", "tokens")
+
+    def __init__(self, request: Request):
+        self.tokens = np.empty(request.num_prompt_tokens + 64, np.int32)
+        self.tokens[: request.num_prompt_tokens] = request.prompt_token_ids
+        self.length = request.num_prompt_tokens
+
+    def update(self, request: Request) -> np.ndarray:
+        new = request.output_token_ids[self.length - request.num_prompt_tokens :]
+        end = self.length + len(new)
+        if end > len(self.tokens):
+            self.tokens = np.concatenate((self.tokens, np.empty(len(self.tokens), np.int32)))
+        self.tokens[self.length : end] = new
+        self.length = end
+        return self.tokens[:end]
+
+
+def ends_with(request: Request, tokens: tuple[int, ...]) -> bool:
+    """Whether the request's tokens, prompt included, end with `tokens`."""
+    count = len(tokens)
+    tail = request.output_token_ids[-count:] if count else []
+    if len(tail) < count:
+        tail = request.prompt_token_ids[len(tail) - count :] + tail
+    return tuple(tail) == tokens
+
+
+class GrowingArray:
+    """A buffer that is only reallocated when a step needs more than any before."""
+
+    def __init__(self, dtype):
+        self.array = np.empty(256, dtype)
+
+    def fill(self, parts: list) -> np.ndarray:
+        size = sum(map(len, parts))
+        if size > len(self.array):
+            self.array = np.empty(max(size, 2 * len(self.array)), self.array.dtype)
+        end = 0
+        for part in parts:
+            self.array[end : end + len(part)] = part
+            end += len(part)
+        return self.array[:end]
+
+
+class SamplingBatch:
+    """Columns for `max_rows` logit rows. One step at a time: views of it are handed out and reused."""
+
+    def __init__(self, max_seats: int, max_rows: int):
+        self._seat_floats = np.empty((len(FLOATS), max_seats), np.float32)
+        self._seat_ints = np.empty((2, max_seats), np.int32)  # top_k, num_logprobs
+        self._seat_seeds = np.empty(max_seats, np.uint64)
+        self._constants: list[RowConstants | None] = [None] * max_seats
+        self._num_dynamic = 0
+        self._floats = np.empty((len(FLOATS), max_rows), np.float32)
+        self._ints = np.empty((2, max_rows), np.int32)
+        self._seeds = np.empty(max_rows, np.uint64)
+        self._counters = np.empty(max_rows, np.uint32)
+        self._targets = np.empty(max_rows, np.int32)
+        self._history_prompt_len = np.zeros(max_rows, np.int32)
+        self._starts = np.zeros((3, max_rows + 1), np.int32)  # bias, allowed, history
+        self._bias_ids, self._bias_values = GrowingArray(np.int32), GrowingArray(np.float32)
+        self._allowed, self._history = GrowingArray(np.int32), GrowingArray(np.int32)
+        self._outputs = SamplingOutputs(
+            token_ids=np.empty(max_rows, np.int32),
+            logprobs=np.empty(max_rows, np.float32),
+            ranks=np.empty(max_rows, np.int32),
+            top_ids=np.empty((max_rows, MAX_LOGPROBS), np.int32),
+            top_logprobs=np.empty((max_rows, MAX_LOGPROBS), np.float32),
+        )
+
+    def seat(self, seat: int, request: Request) -> None:
+        """`request` takes row `seat` of the steps from now on."""
+        constants = request.sampling
+        if constants is None:
+            constants = request.sampling = RowConstants(request)
+        before = self._constants[seat]
+        self._num_dynamic += constants.dynamic - (before is not None and before.dynamic)
+        self._constants[seat] = constants
+        self._seat_floats[:, seat] = constants.floats
+        self._seat_ints[0, seat] = constants.top_k
+        self._seat_ints[1, seat] = constants.num_logprobs
+        self._seat_seeds[seat] = request.seed
+
+    def fill(self, seats: np.ndarray, requests: list[Request], counters: list[int], scored: list[tuple[int, int, int]]):
+        """SamplingInputs for L logit rows.
+
+        seats (L,): the seat of each; requests, counters: the request and its number of output tokens, for each;
+        scored: (row, target token, number of logprobs) of the rows that score a prompt token instead of sampling.
+        """
+        count = len(seats)
+        floats, ints, seeds = self._floats[:, :count], self._ints[:, :count], self._seeds[:count]
+        np.take(self._seat_floats, seats, axis=1, out=floats, mode="clip")
+        np.take(self._seat_ints, seats, axis=1, out=ints, mode="clip")
+        np.take(self._seat_seeds, seats, out=seeds, mode="clip")
+        self._counters[:count] = counters
+        targets = self._targets[:count]
+        targets[:] = -1
+        for row, target, num_logprobs in scored:
+            targets[row] = target
+            ints[1, row] = num_logprobs
+        starts = self._starts[:, : count + 1]
+        bias_ids = allowed_ids = history_ids = EMPTY
+        bias_values = self._bias_values.array[:0]
+        if self._num_dynamic:
+            rows = [None if targets[i] >= 0 else self._constants[seat] for i, seat in enumerate(seats)]
+            biases = [c.biases(r) if c is not None and c.dynamic else [] for c, r in zip(rows, requests)]
+            bias_ids = self._bias_ids.fill([[token for token, _ in row] for row in biases])
+            bias_values = self._bias_values.fill([[value for _, value in row] for row in biases])
+            allowed = [c.allowed if c is not None else EMPTY for c in rows]
+            allowed_ids = self._allowed.fill(allowed)
+            history = [c.history.update(r) if c is not None and c.history else EMPTY for c, r in zip(rows, requests)]
+            history_ids = self._history.fill(history)
+            for start, parts in zip(starts, (biases, allowed, history)):
+                np.cumsum([len(part) for part in parts], out=start[1:])
+            self._history_prompt_len[:count] = [r.num_prompt_tokens for r in requests]
+        else:
+            starts[:] = 0
+        columns = {name: floats[i] for i, name in enumerate(FLOATS)}
+        return SamplingInputs(
+            **columns,
+            top_k=ints[0],
+            num_logprobs=ints[1],
+            seed=seeds,
+            counter=self._counters[:count],
+            target=targets,
+            bias_start=starts[0],
+            bias_ids=bias_ids,
+            bias_values=bias_values,
+            allowed_start=starts[1],
+            allowed_ids=allowed_ids,
+            history_start=starts[2],
+            history_ids=history_ids,
+            history_prompt_len=self._history_prompt_len[:count],
+        )
+
+    def outputs(self, count: int) -> SamplingOutputs:
+        """Where execute() writes. top_ids are -1 where nothing is written."""
+        o = self._outputs
+        o.top_ids[:count] = -1
+        return SamplingOutputs(
+            o.token_ids[:count], o.logprobs[:count], o.ranks[:count], o.top_ids[:count], o.top_logprobs[:count]
+        )
