@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..errors import TokenmillError
+from ..errors import ConfigError
 from ..program import Op, Program, StepInputs, Weight
 from .interface import SamplingInputs, SamplingOutputs
 
@@ -115,7 +115,7 @@ class ReferenceBackend:
         return (out.reshape(len(out), -1),)
 
     def _attend(self, q, k, v, positions, attrs):
-        """One request: q (rows, heads, head_dim) at `positions`, k and v (kv_len, kv_heads, head_dim) from the cache."""
+        """One request: q (rows, heads, head_dim) at `positions`; k, v (kv_len, kv_heads, head_dim) as cached."""
         rows, heads, head_dim = q.shape
         k, v = k.astype(self.dtype), v.astype(self.dtype)
         q = q.reshape(rows, k.shape[1], -1, head_dim)  # query heads in groups that share a key/value head
@@ -210,11 +210,11 @@ class ReferenceExecutor:
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         self.backend.copy_pages(pairs)
 
-    def value(self, id: int) -> np.ndarray:
-        """What op output `id` was in the last step, float32 (rows, dim)."""
-        if id not in self._values:
-            raise TokenmillError(f"value %{id} was not kept; make the executor with keep_values=True")
-        return self._values[id]
+    def value(self, value_id: int) -> np.ndarray:
+        """What op output `value_id` was in the last step, float32 (rows, dim)."""
+        if value_id not in self._values:
+            raise ConfigError("value() needs an executor made with keep_values=True")
+        return self._values[value_id]
 
     @property
     def decisions(self) -> list[tuple[str, str]]:
