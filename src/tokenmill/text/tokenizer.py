@@ -59,7 +59,7 @@ class Vocabulary(Protocol):
 
 @dataclass
 class Tokenizer:
-    vocabulary: Vocabulary
+    vocabulary: Vocabulary = field(repr=False)
     bos_token_id: int | None = None
     eos_token_id: int | None = None  # the first one declared; eos_token_ids has all
     eos_token_ids: frozenset[int] = frozenset()
@@ -67,7 +67,7 @@ class Tokenizer:
     add_bos: bool = False
     add_eos: bool = False
     strips_leading_space: bool = False  # the first space of a text stands for the one encoding put there
-    chat_templates: dict[str, str] = field(default_factory=dict)
+    chat_templates: dict[str, str] = field(default_factory=dict, repr=False)
     template_tokens: dict[str, str] = field(default_factory=dict)  # "bos_token" and the like, for chat templates
     _bytes: dict[int, bytes] = field(default_factory=dict, repr=False)
 
