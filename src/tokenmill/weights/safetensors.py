@@ -13,6 +13,7 @@ It does not know what the tensors mean (names.py).
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,8 @@ def _open_shards(folder: Path) -> tuple[dict[str, TensorInfo], list[MappedFile]]
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelFileError(f"{index} has no weight_map")
     for name, shard in weight_map.items():
-        if not isinstance(shard, str) or not shard or "\0" in shard or Path(shard).name != shard or "\\" in shard:
+        plain = isinstance(shard, str) and re.fullmatch(r"[^/\\\0]+", shard) and shard not in (".", "..")
+        if not plain:
             raise ModelFileError(f"{index} puts {name!r} in {shard!r}; it may only name files of its own folder")
     shards = sorted(set(weight_map.values()))
     missing = [shard for shard in shards if not (folder / shard).exists()]
