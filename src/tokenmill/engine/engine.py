@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..backends.interface import Executor
+from ..backends.select import SCORING_ROWS, max_logit_rows
 from ..cache.pages import PagePool
 from ..config import ResolvedEngine
 from ..core import FinishReason, Request, RequestStatus, StepPlan
@@ -28,13 +29,7 @@ from .step_report import Observer, report
 
 log = logging.getLogger(__name__)
 
-MAX_SCORE_ROWS = 64  # prompt positions scored in one step
 MAX_FAILED_STEPS = 3  # in a row; then the executor is taken to be broken
-
-
-def max_logit_rows(resolved: ResolvedEngine) -> int:
-    """How many rows of logits one step of this engine may ask for."""
-    return resolved.config.max_num_seqs + MAX_SCORE_ROWS
 
 
 class SiblingGate:
@@ -86,7 +81,7 @@ class Engine:
             token_budget=config.max_num_batched_tokens,
             max_running=config.max_num_seqs,
             max_model_len=resolved.max_model_len,
-            max_score_rows=MAX_SCORE_ROWS,
+            max_score_rows=SCORING_ROWS,
             enable_prefix_caching=config.enable_prefix_caching,
             policy=policy,
             clock=clock,
