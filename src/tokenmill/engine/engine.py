@@ -43,7 +43,7 @@ class SiblingGate:
         return (
             leader.num_output_tokens > 0
             or leader.num_computed_tokens >= leader.num_prompt_tokens
-            or leader.status == RequestStatus.FINISHED
+            or leader.status is RequestStatus.FINISHED
         )
 
     def cancel(self) -> None:
@@ -154,7 +154,7 @@ class Engine:
         """End a request's live choices, or one of them. Their last deltas come with the next step()."""
         group = self._groups.get(message.request_id)
         for request in group.requests if group else ():
-            if request.status != RequestStatus.FINISHED and message.index in (None, request.index):
+            if request.status is not RequestStatus.FINISHED and message.index in (None, request.index):
                 self.scheduler.abort(request, message.finish_reason)
 
     # ---- steps
@@ -194,7 +194,7 @@ class Engine:
 
     def _launch(self, plan: StepPlan) -> Flight | None:
         """Start a step without the rows of requests that have finished since it was planned. None: nothing was left."""
-        plan.rows = [row for row in plan.rows if row.request.status == RequestStatus.RUNNING]
+        plan.rows = [row for row in plan.rows if row.request.status is RequestStatus.RUNNING]
         if not plan.rows:
             self.scheduler.void(plan)
             return None
@@ -224,7 +224,7 @@ class Engine:
         log.error("step %d failed: %s", plan.step_id, error, exc_info=error)
         self._failed_steps += 1
         for row in plan.rows:
-            if row.request.status != RequestStatus.FINISHED:
+            if row.request.status is not RequestStatus.FINISHED:
                 self.scheduler.abort(row.request, FinishReason.ERROR, "the engine failed to compute this request")
         self.scheduler.void(plan)
         if self._failed_steps >= MAX_FAILED_STEPS:

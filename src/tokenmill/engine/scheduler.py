@@ -88,7 +88,7 @@ class Scheduler:
 
     def abort(self, request: Request, reason: FinishReason = FinishReason.ABORT, error: str | None = None) -> None:
         """End a live request now. Its pages come back at once, those of a step in flight when that retires."""
-        if request.status == RUNNING:
+        if request.status is RUNNING:
             self.running.remove(request)
         self._finish(request, reason)
         self._deltas.append(self._delta(request, error=error))
@@ -127,7 +127,7 @@ class Scheduler:
             request = self.running[i]
             i += 1
             start = request.num_computed_tokens + request.num_in_flight
-            wanted = request.num_tokens - start
+            wanted = len(request.prompt_token_ids) + len(request.output_token_ids) - start
             if wanted == 0:  # the step in flight samples its newest token
                 if request.num_output_tokens + 1 >= request.max_tokens:
                     continue
@@ -145,6 +145,7 @@ class Scheduler:
             if end > len(request.lease.pages) * page_size and not self._make_room(request, end):
                 continue
             spare -= count - 1
+            request.num_in_flight += count
             rows.append(ScheduledRequest(request, start, count, count >= wanted))
         plan = StepPlan(self._step_id + 1, rows)
         if self.waiting and num_preemptions == self.stats.num_preemptions:
@@ -152,8 +153,6 @@ class Scheduler:
         if not rows:
             return None
         self._step_id = plan.step_id
-        for row in rows:
-            row.request.num_in_flight += row.num_scheduled_tokens
         self._plans[plan.step_id] = plan
         self.pool.begin_step(plan.step_id)
         return plan
@@ -209,6 +208,7 @@ class Scheduler:
                 count = min(count, score_rows)
                 score_rows -= count
             budget -= count
+            request.num_in_flight = count
             samples = cached + count == request.num_tokens
             plan.rows.append(ScheduledRequest(request, cached, count, samples))
             if request.lease.source >= 0:
@@ -279,14 +279,14 @@ class Scheduler:
         for row, row_result in zip(plan.rows, result.rows):
             request = row.request
             request.num_in_flight -= row.num_scheduled_tokens
-            if request.status == FINISHED:
+            if request.status is FINISHED:
                 continue
-            if request.status == RUNNING:
-                self._advance(request, row.end)
+            if request.status is RUNNING:
+                self._advance(request, row.start + row.num_scheduled_tokens)
             delta = self._take(request, row, row_result)
             if delta is not None:
                 deltas.append(delta)
-        self.running = [request for request in self.running if request.status == RUNNING]
+        self.running = [request for request in self.running if request.status is RUNNING]
         return self.take_deltas()
 
     def void(self, plan: StepPlan) -> None:
@@ -342,7 +342,7 @@ class Scheduler:
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         """End a request and take it out of the queues; out of `running`, which may be being walked, the caller does."""
-        if request.status == WAITING:
+        if request.status is WAITING:
             for queue in (self.waiting, self.gated):
                 if request in queue:
                     queue.remove(request)
@@ -373,16 +373,16 @@ class Scheduler:
         return tokens
 
     @staticmethod
-    def _delta(request: Request, token_ids=(), logprobs=None, prompt_logprobs=None, error=None) -> TokenDelta:
+    def _delta(request: Request, token_ids=None, logprobs=None, prompt_logprobs=None, error=None) -> TokenDelta:
         return TokenDelta(
             request_id=request.request_id,
             index=request.index,
-            token_ids=list(token_ids),
+            token_ids=token_ids or [],
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs or None,
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
-            num_cached_tokens=max(request.num_cached_tokens, 0),
+            num_cached_tokens=request.num_cached_tokens if request.num_cached_tokens > 0 else 0,
             error=error,
             first_scheduled_time=request.first_scheduled_time,
         )
