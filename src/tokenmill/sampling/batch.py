@@ -164,9 +164,10 @@ class SamplingBatch:
             history_ids = self._history.fill(history)
             for start, parts in zip(starts, (biases, allowed, history)):
                 np.cumsum([len(part) for part in parts], out=start[1:])
-            self._history_prompt_len[:count] = [r.num_prompt_tokens for r in requests]
+            self._history_prompt_len[:count] = [r.num_prompt_tokens if len(h) else 0 for r, h in zip(requests, history)]
         else:
             starts[:] = 0
+            self._history_prompt_len[:count] = 0
         columns = {name: floats[i] for i, name in enumerate(FLOATS)}
         return SamplingInputs(
             **columns,
