@@ -66,7 +66,7 @@ class RopeParameters:
     rope_theta: float = 10000.0
     partial_rotary_factor: float = 1.0
     factor: float = 1.0
-    original_max_position_embeddings: int
+    original_max_position_embeddings: int | None = None
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     attention_factor: float | None = None
@@ -182,7 +182,8 @@ def _rope_parameters(keys: Keys, given: dict[str, Any], rope_theta: float) -> Ro
     given.pop("type", None)
     given.setdefault("rope_theta", rope_theta)
     given.setdefault("partial_rotary_factor", keys.get("partial_rotary_factor", float, 1.0))
-    given.setdefault("original_max_position_embeddings", keys.get("max_position_embeddings", int))
+    if given["rope_type"] in ("llama3", "yarn"):
+        given.setdefault("original_max_position_embeddings", keys.get("max_position_embeddings", int))
     hints = typing.get_type_hints(RopeParameters)
     if strangers := sorted(given.keys() - hints.keys()):
         name = strangers[0]

@@ -39,6 +39,7 @@ def _linear(p: RopeParameters, dim: int) -> tuple[np.ndarray, float]:
 
 def _llama3(p: RopeParameters, dim: int) -> tuple[np.ndarray, float]:
     """Llama 3.1: long waves are divided by `factor`, short ones kept, those between are blended."""
+    assert p.original_max_position_embeddings is not None
     inv_freq = _default(p, dim)[0]
     turns = np.float32(p.original_max_position_embeddings) * inv_freq / np.float32(2 * math.pi)
     blend = (turns - p.low_freq_factor) / (p.high_freq_factor - p.low_freq_factor)
@@ -49,10 +50,12 @@ def _llama3(p: RopeParameters, dim: int) -> tuple[np.ndarray, float]:
 def _yarn(p: RopeParameters, dim: int) -> tuple[np.ndarray, float]:
     """YaRN (Peng et al. 2023, section 3.2), and its attention temperature as a factor on q and k (section 3.4)."""
 
+    original = p.original_max_position_embeddings
+    assert original is not None
+
     def pair_that_turns(times: float) -> float:
         """The pair that makes so many turns within the original context."""
-        context = p.original_max_position_embeddings / (times * 2 * math.pi)
-        return dim * math.log(context) / (2 * math.log(p.rope_theta))
+        return dim * math.log(original / (times * 2 * math.pi)) / (2 * math.log(p.rope_theta))
 
     low, high = pair_that_turns(p.beta_fast), pair_that_turns(p.beta_slow)
     if p.truncate:
