@@ -6,9 +6,11 @@ engine's thread, with a request's deltas of one step or with the error that refu
 
 from __future__ import annotations
 
+import atexit
 import logging
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,6 +22,17 @@ from .process import EngineLike
 log = logging.getLogger("tokenmill.engine")
 
 Deliver = Callable[[list[TokenDelta] | TokenmillError], object]
+
+_open: weakref.WeakSet[EngineThread] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for thread in list(_open):
+        thread.close()
+
+
+# Before atexit's turn: by then the interpreter has already ended the thread pool that the engine's steps run in.
+getattr(threading, "_register_atexit", atexit.register)(_close_all)
 
 
 @dataclass(slots=True)
@@ -49,6 +62,7 @@ class EngineThread:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="tokenmill-engine", daemon=True)
                 self._thread.start()
+                _open.add(self)
             self._inbox.put((request, deliver))
 
     def abort(self, request: AbortRequest) -> None:

@@ -1,0 +1,456 @@
+"""The engine in your own process: LLM for scripts, AsyncLLM for services. In the shape that vLLM's users know.
+
+    llm = LLM("smollm2-135m-instruct")
+    for output in llm.generate(["The capital of France is"], SamplingParams(max_tokens=8)):
+        print(output.outputs[0].text)
+
+Both sit on one engine thread. Prompts are checked before the first is queued; text is made on the caller's side. The
+keywords of LLM are EngineConfig's fields.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import enum
+import itertools
+import queue
+import sys
+import time
+import weakref
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from .config import EngineConfig, from_environment
+from .core import FinishReason, SamplingParams
+from .engine.load import load_engine
+from .engine.messages import AbortRequest, AddRequest, EngineStats, TokenDelta
+from .engine.thread import EngineThread
+from .errors import ConfigError, InvalidRequest, TokenmillError
+from .text.chat import chat_to_ids
+from .text.output import Logprob as DescribedLogprob
+from .text.output import RequestState
+from .text.request import encode_prompt, make_request
+from .text.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from .text.tokenizer import Tokenizer
+
+Prompt = str | Mapping[str, Any] | Sequence[int]  # text, {"prompt": text}, {"prompt_token_ids": [...]} or token ids
+Message = Mapping[str, Any]
+
+ALIASES = {"kv_cache_memory_bytes": "kv_cache_bytes"}  # other engines' names of our settings
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One token at one position. rank 1 is the most likely."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One choice. finish_reason: "stop", "length", "abort", "error", or None while it runs."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None  # one a token: the token itself first, then the best alternatives
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None  # the stop string or stop token id; None for the model's own end token
+    error: str | None = None  # with finish_reason "error"
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Seconds on time.monotonic(); 0.0 for what has not happened."""
+
+    arrival_time: float = 0.0
+    first_scheduled_time: float = 0.0
+    first_token_time: float = 0.0
+    finished_time: float = 0.0
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """One prompt and its choices. prompt is None where token ids were given."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None  # None at the first position, which nothing predicts
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int = 0
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+
+
+class RequestOutputKind(enum.Enum):
+    """What each RequestOutput of AsyncLLM.generate holds."""
+
+    CUMULATIVE = 0  # all so far
+    DELTA = 1  # what is new
+    FINAL_ONLY = 2  # one output, at the end
+
+
+def _logprob_dict(described: DescribedLogprob) -> dict[int, Logprob]:
+    own = {described.token_id: Logprob(described.logprob, described.rank, described.text)}
+    for rank, candidate in enumerate(described.top, 1):
+        own.setdefault(candidate.token_id, Logprob(candidate.logprob, rank, candidate.text))
+    return own
+
+
+class _Tracked:
+    """One request in flight: its state, and RequestOutputs made of it."""
+
+    def __init__(self, add: AddRequest, prompt: str | None, tokenizer: Tokenizer, request_id: str | None = None):
+        self.add = add
+        self.prompt = prompt
+        self.request_id = request_id or add.request_id  # as the caller knows it
+        self.state = RequestState(add, tokenizer)
+        self.metrics = RequestMetrics(arrival_time=add.arrival_time)
+        self._logprobs: list[list[dict[int, Logprob]]] = [[] for _ in range(add.params.n)]
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+    def take(self, deltas: list[TokenDelta]) -> list[AbortRequest]:
+        """Process the engine's deltas; gives what the engine must be told to stop."""
+        aborts = []
+        for delta in deltas:
+            shown = self.state.process(delta)
+            if shown is not None and shown.abort is not None:
+                aborts.append(shown.abort)
+            if delta.token_ids and not self.metrics.first_token_time:
+                self.metrics.first_token_time = time.monotonic()
+        self.metrics.first_scheduled_time = self.state.first_scheduled_time
+        if self.state.finished and not self.metrics.finished_time:
+            self.metrics.finished_time = time.monotonic()
+        return aborts
+
+    def output(self, shown: list[tuple[int, int]] | None = None) -> RequestOutput:
+        """All so far, or with `shown`, what is new past those (characters, tokens) of each choice; updates it."""
+        outputs = []
+        for choice in self.state.choices:
+            chars, tokens = shown[choice.index] if shown else (0, 0)
+            if shown:
+                shown[choice.index] = (len(choice.text), len(choice.token_ids))
+            described = choice.logprobs
+            if described is not None:
+                made = self._logprobs[choice.index]
+                made += map(_logprob_dict, described[len(made) :])
+            outputs.append(
+                CompletionOutput(
+                    index=choice.index,
+                    text=choice.text[chars:],
+                    token_ids=choice.token_ids[tokens:],
+                    cumulative_logprob=None if described is None else sum(p.logprob for p in described),
+                    logprobs=None if described is None else made[tokens:],
+                    finish_reason=None if choice.finish_reason is None else choice.finish_reason.value,
+                    stop_reason=choice.stop_reason,
+                    error=choice.error,
+                )
+            )
+        prompt_logprobs = self.state.prompt_logprobs
+        if self._prompt_logprobs is None and prompt_logprobs and len(prompt_logprobs) == len(self.add.prompt_token_ids):
+            self._prompt_logprobs = [p and _logprob_dict(p) for p in self.state.describe_prompt()]
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.add.prompt_token_ids,
+            prompt_logprobs=self._prompt_logprobs,
+            outputs=outputs,
+            finished=self.state.finished,
+            num_cached_tokens=self.state.num_cached_tokens,
+            metrics=replace(self.metrics),
+        )
+
+
+class _Front:
+    """What LLM and AsyncLLM share: the loaded engine and its thread, and requests made of prompts."""
+
+    def __init__(self, model: str | None = None, *, progress: Any = None, **settings: Any):
+        config = engine_config(model, settings)
+        self._loaded = load_engine(config, progress=progress)
+        self.config = config
+        self.tokenizer: Tokenizer = load_tokenizer(self._loaded.checkpoint)
+        self.max_model_len: int = self._loaded.resolved.max_model_len
+        self.decisions: list[tuple[str, str]] = self._loaded.decisions
+        self._thread = EngineThread(self._loaded.engine)
+        self._ids = itertools.count()
+        # Ends the thread when this object goes or the interpreter exits, whichever is first.
+        self._finalizer = weakref.finalize(self, self._thread.close)
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        return SamplingParams()
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._thread.stats
+
+    def close(self) -> None:
+        """End the engine's thread; running requests get EngineUnavailable. Idempotent."""
+        self._finalizer()
+
+    shutdown = close
+
+    def _make(
+        self, prompt: Prompt, params: SamplingParams, *, priority: int = 0, request_id: str | None = None
+    ) -> _Tracked:
+        text, ids = self._read_prompt(prompt)
+        add = make_request(
+            self.tokenizer,
+            ids,
+            params,
+            request_id=f"{request_id or 'request'}-{next(self._ids)}",
+            max_model_len=self.max_model_len,
+            vocab_size=self._loaded.model.vocab_size,
+            namespace=self._loaded.checkpoint.digest,
+            priority=priority,
+        )
+        return _Tracked(add, text, self.tokenizer, request_id)
+
+    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        text: str | None = None
+        ids: Any = prompt
+        if isinstance(prompt, Mapping):
+            unknown = set(prompt) - {"prompt", "prompt_token_ids"}
+            if unknown or not prompt:
+                raise InvalidRequest(
+                    f"a prompt has the keys 'prompt' or 'prompt_token_ids'; got {sorted(prompt)}", param="prompt"
+                )
+            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        elif isinstance(prompt, str):
+            text, ids = prompt, None
+        if ids is None:
+            if not isinstance(text, str):
+                raise InvalidRequest(f"prompt must be a string, not {type(text).__name__}", param="prompt")
+            return text, encode_prompt(self.tokenizer, text, max_model_len=self.max_model_len)
+        if isinstance(ids, str | bytes) or not isinstance(ids, Sequence):
+            raise InvalidRequest("prompt_token_ids must be a list of token ids", param="prompt_token_ids")
+        return text, list(ids)
+
+
+def engine_config(model: str | None, settings: dict[str, Any]) -> EngineConfig:
+    """EngineConfig of a model and keywords, over the environment's. Raises ConfigError naming an unknown keyword."""
+    known = {f.name for f in fields(EngineConfig)}
+    given: dict[str, Any] = {} if model is None else {"model": str(model)}
+    for name, value in settings.items():
+        real = ALIASES.get(name, name)
+        if real not in known:
+            close = difflib.get_close_matches(name, sorted(known), 1)
+            hint = f"; did you mean {close[0]}?" if close else f"; known settings: {', '.join(sorted(known))}"
+            raise ConfigError(f"setting {name!r} is not understood{hint}")
+        given[real] = value
+    return replace(from_environment(EngineConfig()), **given)
+
+
+class LLM(_Front):
+    """Generate for many prompts at once; they are batched by the engine. Usable as a context manager.
+
+    Raises SetupError where the model cannot be had or a setting not met.
+    """
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """One RequestOutput a prompt, in their order. use_tqdm: show progress on a terminal.
+
+        priority: one number a prompt, lower runs first. Raises InvalidRequest before anything runs.
+        """
+        many = _as_list(prompts)
+        params = _one_each("sampling_params", sampling_params or self.get_default_sampling_params(), len(many))
+        order = _one_each("priority", 0 if priority is None else priority, len(many))
+        tracked = [self._make(prompt, p, priority=rank) for prompt, p, rank in zip(many, params, order)]
+        return self._run(tracked, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """generate() for one conversation or a list of them, through the model's chat template."""
+        if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+            raise InvalidRequest("messages must be a list of messages, or of conversations", param="messages")
+        conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
+        prompts = [
+            chat_to_ids(
+                self.tokenizer,
+                conversation,
+                max_model_len=self.max_model_len,
+                template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                **(chat_template_kwargs or {}),
+            )
+            for conversation in conversations
+        ]
+        return self.generate([{"prompt_token_ids": ids} for ids in prompts], sampling_params, use_tqdm=use_tqdm)
+
+    def _run(self, tracked: list[_Tracked], show_progress: bool) -> list[RequestOutput]:
+        """Feed the engine so that its queue never overflows, until all are finished. Any exception aborts the rest."""
+        inbox: queue.SimpleQueue = queue.SimpleQueue()
+        waiting = iter(sorted(tracked, key=lambda t: t.add.priority))
+        live: dict[str, _Tracked] = {}
+        room = min(2 * self.config.max_num_seqs, self.config.max_waiting)  # sequences
+        upcoming = next(waiting, None)
+        try:
+            with _progress_bar(len(tracked), show_progress) as advance:
+                while upcoming is not None or live:
+                    while upcoming is not None and (upcoming.add.params.n <= room or not live):
+                        request_id = upcoming.add.request_id
+                        live[request_id] = upcoming
+                        room -= upcoming.add.params.n
+                        self._thread.submit(
+                            upcoming.add, lambda what, request_id=request_id: inbox.put((request_id, what))
+                        )
+                        upcoming = next(waiting, None)
+                    request_id, what = inbox.get()
+                    if isinstance(what, TokenmillError):
+                        del live[request_id]
+                        raise what
+                    one = live[request_id]
+                    for abort in one.take(what):
+                        self._thread.abort(abort)
+                    if one.state.finished:
+                        del live[request_id]
+                        room += one.add.params.n
+                        advance()
+        except BaseException:
+            for request_id in live:
+                self._thread.abort(AbortRequest(request_id, None, FinishReason.ABORT))
+            raise
+        return [one.output() for one in tracked]
+
+
+class AsyncLLM(_Front):
+    """The same engine for asyncio: generate() streams. Usable from any event loop, and as an async context manager."""
+
+    def __init__(self, model: str | None = None, *, progress: Any = None, **settings: Any):
+        super().__init__(model, progress=progress, **settings)
+        self._running: dict[str, str] = {}  # the caller's request id -> the engine's
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await asyncio.to_thread(self.close)
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE,
+    ) -> AsyncIterator[RequestOutput]:
+        """RequestOutputs as tokens come; a slow reader gets several tokens at once. Leaving the iteration aborts.
+
+        Raises InvalidRequest at the call; iterating raises Overloaded where the engine's queue is full, and
+        EngineUnavailable after close().
+        """
+        params = sampling_params or self.get_default_sampling_params()
+        return self._stream(self._make(prompt, params, priority=priority, request_id=request_id), output_kind)
+
+    async def _stream(self, one: _Tracked, kind: RequestOutputKind) -> AsyncIterator[RequestOutput]:
+        if one.request_id in self._running:
+            raise InvalidRequest(f"request_id {one.request_id!r} is already running", param="request_id")
+        loop = asyncio.get_running_loop()
+        inbox: asyncio.Queue = asyncio.Queue()
+        shown = [(0, 0)] * one.add.params.n if kind is RequestOutputKind.DELTA else None
+        engine_id = self._running[one.request_id] = one.add.request_id
+        try:
+            self._thread.submit(one.add, partial(loop.call_soon_threadsafe, inbox.put_nowait))
+            while not one.state.finished:
+                for what in [await inbox.get(), *_drain(inbox)]:
+                    if isinstance(what, TokenmillError):
+                        raise what
+                    for abort in one.take(what):
+                        self._thread.abort(abort)
+                if kind is not RequestOutputKind.FINAL_ONLY or one.state.finished:
+                    yield one.output(shown)
+        finally:
+            del self._running[one.request_id]
+            if not one.state.finished:
+                self._thread.abort(AbortRequest(engine_id, None, FinishReason.ABORT))
+
+    def chat(
+        self, messages: Sequence[Message], *args: Any, chat_template: str | None = None, **kwargs: Any
+    ) -> AsyncIterator[RequestOutput]:
+        """generate() for one conversation, through the model's chat template or the one given."""
+        ids = chat_to_ids(self.tokenizer, messages, max_model_len=self.max_model_len, template=chat_template)
+        return self.generate({"prompt_token_ids": ids}, *args, **kwargs)
+
+    async def abort(self, request_id: str) -> None:
+        """Its stream ends with finish_reason "abort". Unknown ids are ignored: it may have just finished."""
+        if request_id in self._running:
+            self._thread.abort(AbortRequest(self._running[request_id], None, FinishReason.ABORT))
+
+
+def _drain(inbox: asyncio.Queue) -> Iterator[Any]:
+    while not inbox.empty():
+        yield inbox.get_nowait()
+
+
+def _as_list(prompts: Any) -> list[Prompt]:
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise InvalidRequest(
+            f"prompts must be a prompt or a list of them, not {type(prompts).__name__}", param="prompts"
+        )
+    return [prompts] if prompts and isinstance(prompts[0], int) else list(prompts)  # type: ignore[list-item]
+
+
+def _one_each(name: str, value: Any, count: int) -> list[Any]:
+    if not isinstance(value, Sequence):
+        return [value] * count
+    if len(value) != count:
+        raise InvalidRequest(f"{name} has {len(value)} entries for {count} prompts", param=name)
+    return list(value)
+
+
+@contextmanager
+def _progress_bar(total: int, wanted: bool) -> Iterator[Any]:
+    """Something to call once a finished prompt."""
+    if not wanted or not sys.stderr.isatty():
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("prompts", total=total)
+        yield lambda: bar.advance(task)
