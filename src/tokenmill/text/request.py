@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from ..core import SamplingParams
 from ..engine.messages import AddRequest
@@ -70,7 +70,7 @@ def make_request(
     from ..sampling.validate import validate
 
     vocab = min(vocab_size or tokenizer.vocab_size, tokenizer.vocab_size)
-    ids = list(prompt_token_ids)
+    ids = [_plain(i) for i in prompt_token_ids]
     if not ids:
         raise InvalidRequest("the prompt is empty: it has no tokens", param=param)
     if len(ids) >= max_model_len:
@@ -82,6 +82,7 @@ def make_request(
             )
     validate(params, vocab_size=vocab, max_model_len=max_model_len, num_prompt_tokens=len(ids), max_n=max_n)
     room = max_model_len - len(ids)
+    params = replace(params, **{f.name: _plain(getattr(params, f.name)) for f in fields(params)})
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
     return AddRequest(
         request_id=request_id,
@@ -107,6 +108,17 @@ def _bad_words(tokenizer: Tokenizer, words: Sequence[str] | None) -> list[list[i
         for text in (bare, " " + bare):
             found[tuple(tokenizer.encode_continuation(text))] = None
     return [list(ids) for ids in found if ids]
+
+
+def _plain(value):
+    """numpy's numbers and arrays as Python's own, also inside: what crosses to the engine is plain."""
+    if value is None or type(value) in (int, float, bool, str):
+        return value
+    if isinstance(value, dict):
+        return {_plain(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _too_long(limit: int, count: str, param: str) -> ContextLengthExceeded:
