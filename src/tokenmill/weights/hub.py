@@ -35,39 +35,45 @@ def fetch(ref: str, revision: str | None = None) -> Path:
     huggingface_hub.logging.set_verbosity_error()
     repo, wanted = parse(ref)
     with _hub_errors(ref):
-        files, here = _list_files(repo, revision)
+        files, offline = _list_files(repo, revision)
     chosen = _choose(ref, files, wanted)
     with _hub_errors(ref):
-        patterns = list(WANTED) if chosen is None else [_parts_pattern(chosen)]
-        folder = here or Path(huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=patterns))
+        folder = Path(
+            huggingface_hub.snapshot_download(
+                repo,
+                revision=revision,
+                allow_patterns=list(WANTED) if chosen is None else [_parts_pattern(chosen)],
+                local_files_only=offline,
+            )
+        )
     path = folder if chosen is None else folder / chosen
     if not path.exists():
         raise SourceError(f"{ref}: {chosen} did not arrive")
     return path
 
 
-def _list_files(repo: str, revision: str | None) -> tuple[list[str], Path | None]:
-    """(names of the repository's files, None); where the hub is switched off or out of reach, those in its cache and
-    the folder they are in."""
+def _list_files(repo: str, revision: str | None) -> tuple[list[str], bool]:
+    """(names of the repository's files, False); those in its cache and True where the hub is off or out of reach."""
     import huggingface_hub
     from huggingface_hub import constants, errors
 
     try:
         if not constants.HF_HUB_OFFLINE:
             info = huggingface_hub.HfApi().model_info(repo, revision=revision, timeout=TIMEOUT)
-            return [sibling.rfilename for sibling in info.siblings or ()], None
+            return [sibling.rfilename for sibling in info.siblings or ()], False
         unreachable = None
     except (errors.HfHubHTTPError, errors.HFValidationError):
         raise
     except Exception as e:  # the hub library has changed its HTTP client more than once
         unreachable = e
     try:
-        folder = Path(huggingface_hub.snapshot_download(repo, revision=revision, local_files_only=True))
+        found = huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=[""], local_files_only=True)
     except errors.LocalEntryNotFoundError:
         if unreachable is not None:
             raise unreachable from None
         raise SourceError(f"hf:{repo} is not in the hub's cache, and HF_HUB_OFFLINE is set") from None
-    return [p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()], folder
+    folder = Path(found)
+    return [p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()], True
 
 
 def _choose(ref: str, files: list[str], wanted: str | None) -> str | None:

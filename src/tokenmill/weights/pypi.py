@@ -109,9 +109,16 @@ def _files(index: str, package: str) -> list[dict]:
             parser = _Anchors()
             parser.feed(page.decode("utf-8", "replace"))
             files = parser.files
-        return [{**file, "url": urllib.parse.urljoin(base, file["url"])} for file in files]
+        return [{**file, "url": _with_login(urllib.parse.urljoin(base, file["url"]), index)} for file in files]
     except (ValueError, KeyError, TypeError) as e:
         raise SourceError(f"the package index gave an unreadable page for {package}: {e}") from None
+
+
+def _with_login(url: str, index: str) -> str:
+    """The user and password of the index, on files of the same server only."""
+    login, at, server = urllib.parse.urlsplit(index).netloc.rpartition("@")
+    parts = urllib.parse.urlsplit(url)
+    return urllib.parse.urlunsplit(parts._replace(netloc=login + at + server)) if parts.netloc == server else url
 
 
 def find_wheel(ref: PackageRef) -> Wheel:
