@@ -61,7 +61,10 @@ def _vocabulary(folder: Path, settings) -> tuple[Vocabulary, int | None, int | N
             from .spm_file import read_spm_file
 
             vocabulary = read_spm_file(folder / "tokenizer.model")
-            bos = vocabulary.token_id(_text(settings.get("bos_token")) or "<s>")
+            for name, text in (("bos_token", "<s>"), ("eos_token", "</s>"), ("unk_token", "<unk>")):
+                if vocabulary.token_id(text) in vocabulary.special:
+                    settings.setdefault(name, text)
+            bos = vocabulary.token_id(_text(settings.get("bos_token")) or "")
             return vocabulary, bos, None, vocabulary.add_space_prefix
         raise ModelFileError(f"{folder.name} has no tokenizer.json and no tokenizer.model")
     from tokenizers import Tokenizer as Backend
