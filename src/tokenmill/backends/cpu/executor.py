@@ -29,6 +29,7 @@ KINDS = {
     "act_mul": ACT_MUL,
     "select_rows": SELECT_ROWS,
 }
+GROUP_CODES = {None: 0, 32: 1, 16: 2}  # add_slot's `quantised`
 QUANTISES_ITS_OUTPUT = ("rms_norm", "act_mul")  # kernels that leave the quantised form in the same pass
 
 
@@ -72,9 +73,7 @@ class CpuExecutor:
         for layer in program.kv_layers:
             self._native.add_kv_layer(layer.num_kv_heads, layer.head_dim, layer.window)
         self._keep_values = keep_values
-        self._quantised = {
-            op.inputs[0].id for op in program.ops if any(w.format not in FLOAT_FORMATS for w in _matrices(op))
-        }
+        self._quantised = _activation_groups(program)
         self._slot_of = self._plan_slots(program, keep_values)
         self._op_labels: list[tuple[str, str]] = []
         for op in program.ops:
@@ -120,17 +119,15 @@ class CpuExecutor:
         assert program.logits is not None
         last_use[program.logits.id] = len(program.ops)
         slots: dict[int, int] = {}
-        free: dict[tuple[str, int, bool], list[int]] = {}
+        free: dict[tuple[str, int, int], list[int]] = {}
 
-        def key(v: Value) -> tuple[str, int, bool]:
-            return v.rows, v.dim, v.id in self._quantised
+        def key(v: Value) -> tuple[str, int, int]:
+            return v.rows, v.dim, GROUP_CODES[self._quantised.get(v.id)]
 
         for i, op in enumerate(program.ops):
             for v in op.outputs:
                 pool = free.setdefault(key(v), [])
-                slots[v.id] = (
-                    pool.pop() if pool else self._native.add_slot(v.dim, v.rows == "L", v.id in self._quantised)
-                )
+                slots[v.id] = pool.pop() if pool else self._native.add_slot(v.dim, v.rows == "L", key(v)[2])
             if not keep_values:
                 for v in dict.fromkeys((*op.inputs, *op.outputs)):
                     if last_use.get(v.id, i) == i:
@@ -230,6 +227,24 @@ class CpuExecutor:
     def op_seconds(self) -> list[tuple[str, str, float]]:
         """(op, where, seconds) since last asked, summed over steps, on the first thread."""
         return [(*label, s) for label, s in zip(self._op_labels, self._native.op_seconds())]
+
+
+def _activation_groups(program: Program) -> dict[int, int]:
+    """Which values quantised linears read, and how many of their features share a scale: 32, or 16 where it is worth it.
+
+    What goes into attention and into the head loses the most when rounded to 8 bits, and those products are a small part
+    of the work: groups of 16 there take a third off the divergence from float32 (docs/log.md, 2026-11-30).
+    """
+    attended = {v.id for op in program.ops if op.name == "attention" for v in op.inputs}
+    assert program.logits is not None
+    sensitive = attended | {program.logits.id}
+    groups: dict[int, int] = {}
+    for op in program.ops:
+        if any(w.format not in FLOAT_FORMATS for w in _matrices(op)):
+            fine = any(v.id in sensitive for v in op.outputs)
+            value = op.inputs[0].id
+            groups[value] = min(groups.get(value, 32), 16 if fine else 32)
+    return groups
 
 
 def _matrices(op: Op) -> tuple[Weight, ...]:

@@ -170,7 +170,7 @@ NB_MODULE(_native, m) {
       .def("add_vector", [](NativeExecutor& x, Array<float> v) { return x.e.add_vector(v.data(), int(v.size())); })
       .def("add_kv_layer",
            [](NativeExecutor& x, int heads, int head_dim, int window) { x.e.add_kv_layer(heads, head_dim, window); })
-      .def("add_slot", [](NativeExecutor& x, int dim, bool l, bool q) { return x.e.add_slot(dim, l, q); })
+      .def("add_slot", [](NativeExecutor& x, int dim, bool l, int q) { return x.e.add_slot(dim, l, q); })
       .def("add_op",
            [](NativeExecutor& x, int kind, std::vector<int> in, std::vector<int> out, std::vector<int> weights,
               std::vector<int> ints, std::vector<double> floats, std::vector<float> inv_freq, bool quant_out,

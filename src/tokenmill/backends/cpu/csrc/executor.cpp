@@ -80,14 +80,12 @@ size_t Executor::kv_bytes() const {
   return n;
 }
 
-int Executor::add_slot(int dim, bool on_logit_rows, bool quantised) {
+int Executor::add_slot(int dim, bool on_logit_rows, int quantised) {
   size_t rows = on_logit_rows ? max_logit_rows_ : max_tokens_;
   Slot s{dim, on_logit_rows, workspace(rows * dim), {}};
   if (quantised) {
-    s.quant.q = reinterpret_cast<int8_t*>(workspace(rows * dim / 4 + 1));
-    s.quant.scale = workspace(rows * (dim / GROUP));
-    s.quant.sums = reinterpret_cast<int32_t*>(workspace(rows * (dim / 16)));
-    s.quant.scaled = workspace(rows * (dim / 16));
+    s.quant = {reinterpret_cast<int8_t*>(workspace(rows * dim / 4 + 1)), workspace(rows * (dim / 16)),
+               reinterpret_cast<int32_t*>(workspace(rows * (dim / 16))), workspace(rows * (dim / 16)), quantised == 2};
   }
   slots_.push_back(s);
   return int(slots_.size()) - 1;
@@ -135,8 +133,7 @@ void Executor::parallel(int items, int chunk, int& phase, F f) {
 
 void Executor::quantise_row(Slot& s, int row) {
   size_t at = size_t(row) * s.dim;
-  kernels_->quantise(s.data + at, s.dim, s.quant.q + at, s.quant.scale + at / GROUP, s.quant.sums + at / 16,
-                     s.quant.scaled + at / 16);
+  kernels_->quantise(s.data + at, s.dim, s.quant, at);
 }
 
 void Executor::run(const StepArrays& step, const SamplingArrays* sampling) {
@@ -235,9 +232,7 @@ void Executor::run_op(OpNode& op, const StepArrays& step, int tid, int& phase) {
         const int t = i / blocks, start = i % blocks * width, n = std::min(width, dim - start);
         size_t at = size_t(t) * dim + start;
         kernels_->act_mul(slots_[op.in[0]].data + at, slots_[op.in[1]].data + at, out.data + at, n, op.ints[1]);
-        if (op.quant_out)
-          kernels_->quantise(out.data + at, n, out.quant.q + at, out.quant.scale + at / GROUP, out.quant.sums + at / 16,
-                             out.quant.scaled + at / 16);
+        if (op.quant_out) kernels_->quantise(out.data + at, n, out.quant, at);
       });
     }
     case OpKind::SELECT_ROWS: {
@@ -249,12 +244,7 @@ void Executor::run_op(OpNode& op, const StepArrays& step, int tid, int& phase) {
     }
     case OpKind::QUANTISE: {
       Slot& s = slots_[op.in[0]];
-      const int dim = op.ints[0];
-      return parallel(rows, 4, phase, [&](int t) {
-        size_t at = size_t(t) * dim;
-        kernels_->quantise(s.data + at, dim, s.quant.q + at, s.quant.scale + at / GROUP, s.quant.sums + at / 16,
-                           s.quant.scaled + at / 16);
-      });
+      return parallel(rows, 4, phase, [&](int t) { quantise_row(s, t); });
     }
   }
 }

@@ -44,7 +44,7 @@ class Executor {
   int add_weight(const std::string& format, int rows, int cols, const uint8_t* data, size_t bytes, int bias);
   int add_vector(const float* data, int n);
   void add_kv_layer(int kv_heads, int head_dim, int window);
-  int add_slot(int dim, bool on_logit_rows, bool quantised);
+  int add_slot(int dim, bool on_logit_rows, int quantised);  // 0: no, 1: by 32 features, 2: by 16
   void add_op(OpNode op) { ops_.push_back(std::move(op)); }
   void ready(int logits_slot);
 

@@ -37,12 +37,14 @@ struct PackedWeight {
   const float* bias;                             // (rows,) or null
 };
 
-// Activations quantised by groups of 32: x ~ scale * q, q in [-127, 127].
+// Activations quantised: x ~ scale * q, q in [-127, 127]. A scale for each 16 features; where `fine` is not set both
+// halves of a group of 32 have the same one, and the products need half the float work.
 struct QuantRows {
   int8_t* q;      // (rows, dim)
-  float* scale;   // (rows, dim / 32)
-  int32_t* sums;  // (rows, dim / 16): sums of q over each half group
+  float* scale;   // (rows, dim / 16)
+  int32_t* sums;  // (rows, dim / 16): sums of q
   float* scaled;  // (rows, dim / 16): scale * sum
+  bool fine;
 };
 
 struct LinearArgs {
@@ -76,7 +78,7 @@ struct KernelTable {
   // rows of the output: panels [panel0, panel1) of the weight, all tokens
   void (*linear)(const LinearArgs&, int panel0, int panel1);
   void (*unpack_row)(const PackedWeight&, int row, float scale, float* out);
-  void (*quantise)(const float* x, int n, int8_t* q, float* scale, int32_t* sums, float* scaled);
+  void (*quantise)(const float* x, int n, const QuantRows& out, size_t at);  // out from feature `at` on
   void (*rms_norm)(const float* x, const float* weight, float* out, int dim, int group, float eps);
   void (*add)(const float* x, const float* y, float* out, size_t n);
   void (*act_mul)(const float* gate, const float* up, float* out, size_t n, int act);

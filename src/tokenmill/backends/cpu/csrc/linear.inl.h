@@ -26,24 +26,28 @@ static TM_INLINE int load_i32(const int8_t* p) {
   return v;
 }
 
-// acc[t] += dot of 4 * STEPS features of TN tokens with the codes of one sub-panel.
-//   codes: the group, advanced to the sub-panel; step j of a U8 group is at + 64 j.  x: (TN, stride) int8
-template <Codes C, bool ZERO128, int STEP0, int STEPS, int TN>
-static TM_INLINE void group_dot(const uint8_t* codes, const int8_t* x, size_t stride, vi (&acc)[TN]) {
+// dot[h][t] += the dot product of TN tokens with one group of a sub-panel's codes; with PARTS == 2 part h is features
+// 16 h .. 16 h + 15, with PARTS == 1 all 32.
+//   codes: the group, advanced to the sub-panel; step j is at + 64 j.  x: (TN, stride) int8, at the group
+template <Codes C, bool ZERO128, int PARTS, int TN>
+static TM_INLINE void group_dot(const uint8_t* codes, const int8_t* x, size_t stride, vi (&dot)[PARTS][TN]) {
+  constexpr int HI = PARTS - 1;  // the part of features 16 to 31
 #if TM_AVX512
   if constexpr (C == Codes::U4) {
     const __m512i low = _mm512_set1_epi8(15);
     for (int j = 0; j < 4; j++) {
       __m512i both = _mm512_load_si512(codes + 64 * j);
       __m512i lo = _mm512_and_si512(both, low), hi = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
-      for (int t = 0; t < TN; t++) acc[t] = _mm512_dpbusd_epi32(acc[t], lo, splat(load_i32(x + t * stride + 4 * j)));
       for (int t = 0; t < TN; t++)
-        acc[t] = _mm512_dpbusd_epi32(acc[t], hi, splat(load_i32(x + t * stride + 16 + 4 * j)));
+        dot[0][t] = _mm512_dpbusd_epi32(dot[0][t], lo, splat(load_i32(x + t * stride + 4 * j)));
+      for (int t = 0; t < TN; t++)
+        dot[HI][t] = _mm512_dpbusd_epi32(dot[HI][t], hi, splat(load_i32(x + t * stride + 16 + 4 * j)));
     }
   } else {
-    for (int j = STEP0; j < STEP0 + STEPS; j++) {
+    for (int j = 0; j < 8; j++) {
       __m512i w = _mm512_load_si512(codes + 64 * j);
-      for (int t = 0; t < TN; t++) acc[t] = _mm512_dpbusd_epi32(acc[t], w, splat(load_i32(x + t * stride + 4 * j)));
+      vi* d = dot[j < 4 ? 0 : HI];
+      for (int t = 0; t < TN; t++) d[t] = _mm512_dpbusd_epi32(d[t], w, splat(load_i32(x + t * stride + 4 * j)));
     }
   }
 #elif TM_AVX2
@@ -51,38 +55,42 @@ static TM_INLINE void group_dot(const uint8_t* codes, const int8_t* x, size_t st
   if constexpr (C == Codes::U4) {
     // Pairs are at most 2 * 15 * 127, so eight of them fit in 16 bits before they are widened.
     const __m256i low = _mm256_set1_epi8(15);
-    vi acc16[TN];
+    vi sum16[PARTS][TN];
     for (int j = 0; j < 4; j++) {
       __m256i both = _mm256_load_si256((const __m256i*)(codes + 64 * j));
       __m256i lo = _mm256_and_si256(both, low), hi = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
       for (int t = 0; t < TN; t++) {
         vi p = _mm256_maddubs_epi16(lo, splat(load_i32(x + t * stride + 4 * j)));
         vi r = _mm256_maddubs_epi16(hi, splat(load_i32(x + t * stride + 16 + 4 * j)));
-        p = _mm256_add_epi16(p, r);
-        acc16[t] = j ? _mm256_add_epi16(acc16[t], p) : p;
+        if (PARTS == 1) p = _mm256_add_epi16(p, r);
+        sum16[0][t] = j ? _mm256_add_epi16(sum16[0][t], p) : p;
+        if (PARTS == 2) sum16[HI][t] = j ? _mm256_add_epi16(sum16[HI][t], r) : r;
       }
     }
-    for (int t = 0; t < TN; t++) acc[t] = _mm256_add_epi32(acc[t], _mm256_madd_epi16(acc16[t], ones));
+    for (int h = 0; h < PARTS; h++)
+      for (int t = 0; t < TN; t++) dot[h][t] = _mm256_add_epi32(dot[h][t], _mm256_madd_epi16(sum16[h][t], ones));
   } else if constexpr (ZERO128) {
     // Codes with zero 128 are signed weights with the top bit flipped: |w| times x with w's sign cannot saturate.
     const __m256i top = _mm256_set1_epi8(char(0x80));
-    for (int j = STEP0; j < STEP0 + STEPS; j++) {
+    for (int j = 0; j < 8; j++) {
       __m256i w = _mm256_xor_si256(_mm256_load_si256((const __m256i*)(codes + 64 * j)), top);
       __m256i mag = _mm256_abs_epi8(w);
+      vi* d = dot[j < 4 ? 0 : HI];
       for (int t = 0; t < TN; t++) {
         vi p = _mm256_maddubs_epi16(mag, _mm256_sign_epi8(splat(load_i32(x + t * stride + 4 * j)), w));
-        acc[t] = _mm256_add_epi32(acc[t], _mm256_madd_epi16(p, ones));
+        d[t] = _mm256_add_epi32(d[t], _mm256_madd_epi16(p, ones));
       }
     }
   } else {
     // Codes of at most 6 bits: two pairs, 4 * 63 * 127, fit in 16 bits.
-    for (int j = STEP0; j < STEP0 + STEPS; j += 2) {
+    for (int j = 0; j < 8; j += 2) {
       __m256i w0 = _mm256_load_si256((const __m256i*)(codes + 64 * j));
       __m256i w1 = _mm256_load_si256((const __m256i*)(codes + 64 * j + 64));
+      vi* d = dot[j < 4 ? 0 : HI];
       for (int t = 0; t < TN; t++) {
         vi p = _mm256_add_epi16(_mm256_maddubs_epi16(w0, splat(load_i32(x + t * stride + 4 * j))),
                                 _mm256_maddubs_epi16(w1, splat(load_i32(x + t * stride + 4 * j + 4))));
-        acc[t] = _mm256_add_epi32(acc[t], _mm256_madd_epi16(p, ones));
+        d[t] = _mm256_add_epi32(d[t], _mm256_madd_epi16(p, ones));
       }
     }
   }
@@ -93,31 +101,32 @@ static TM_INLINE void group_dot(const uint8_t* codes, const int8_t* x, size_t st
       uint8x16_t both = vld1q_u8(codes + 64 * j);
       int8x16_t lo = vreinterpretq_s8_u8(vandq_u8(both, low)), hi = vreinterpretq_s8_u8(vshrq_n_u8(both, 4));
       for (int t = 0; t < TN; t++) {
-        acc[t] = vdotq_s32(acc[t], lo, vreinterpretq_s8_s32(splat(load_i32(x + t * stride + 4 * j))));
-        acc[t] = vdotq_s32(acc[t], hi, vreinterpretq_s8_s32(splat(load_i32(x + t * stride + 16 + 4 * j))));
+        dot[0][t] = vdotq_s32(dot[0][t], lo, vreinterpretq_s8_s32(splat(load_i32(x + t * stride + 4 * j))));
+        dot[HI][t] = vdotq_s32(dot[HI][t], hi, vreinterpretq_s8_s32(splat(load_i32(x + t * stride + 16 + 4 * j))));
       }
     }
   } else {
     const uint8x16_t flip = vdupq_n_u8(ZERO128 ? 0x80 : 0);
-    for (int j = STEP0; j < STEP0 + STEPS; j++) {
+    for (int j = 0; j < 8; j++) {
       int8x16_t w = vreinterpretq_s8_u8(veorq_u8(vld1q_u8(codes + 64 * j), flip));
+      vi* d = dot[j < 4 ? 0 : HI];
       for (int t = 0; t < TN; t++)
-        acc[t] = vdotq_s32(acc[t], w, vreinterpretq_s8_s32(splat(load_i32(x + t * stride + 4 * j))));
+        d[t] = vdotq_s32(d[t], w, vreinterpretq_s8_s32(splat(load_i32(x + t * stride + 4 * j))));
     }
   }
 #else
-  for (int j = C == Codes::U4 ? 0 : STEP0; j < (C == Codes::U4 ? 4 : STEP0 + STEPS); j++)
-    for (int t = 0; t < TN; t++) {
-      const int8_t* a = x + t * stride + 4 * j;
-      for (int lane = 0; lane < W; lane++)
-        for (int b = 0; b < 4; b++) {
-          int code = codes[64 * j + 4 * lane + b];
-          if constexpr (C == Codes::U4)
-            acc[t][lane] += (code & 15) * a[b] + (code >> 4) * a[16 + b];
-          else
-            acc[t][lane] += code * a[b];
+  for (int t = 0; t < TN; t++)
+    for (int lane = 0; lane < W; lane++)
+      for (int i = 0; i < GROUP; i++) {
+        int code;
+        if constexpr (C == Codes::U4) {
+          uint8_t both = codes[64 * (i % 16 / 4) + 4 * lane + i % 4];
+          code = i < 16 ? both & 15 : both >> 4;
+        } else {
+          code = codes[64 * (i / 4) + 4 * lane + i % 4];
         }
-    }
+        dot[i < 16 ? 0 : HI][t][lane] += code * x[t * stride + i];
+      }
 #endif
 }
 
@@ -149,18 +158,18 @@ static TM_INLINE void store_tile(const LinearArgs& a, int row, int token, const 
   }
 }
 
-template <Codes C, bool F32, bool MIN, int HALVES, bool ZERO128, int TN>
+// PARTS: how many pieces of a group have scales of their own, by the weight (HALVES) or the activations.
+template <Codes C, bool F32, bool MIN, int HALVES, bool ZERO128, int PARTS, int TN>
 static void quant_tile(const LinearArgs& a, int panel, int token) {
   const PackedWeight& w = *a.weight;
   const int groups = w.cols / GROUP;
   const uint8_t* base = w.data + size_t(panel) * w.panel_bytes;
   const uint8_t *scales = base + w.scale_offset, *mins = base + w.min_offset;
   constexpr size_t group_bytes = C == Codes::U4 ? PANEL * GROUP / 2 : PANEL * GROUP;
-  const size_t stride = w.cols, sum_stride = w.cols / 16;
+  const size_t stride = w.cols, half_stride = w.cols / 16;
   const int8_t* x = a.xq.q + token * stride;
-  const float* xs = a.xq.scale + size_t(token) * groups;
-  const int32_t* sums = a.xq.sums + token * sum_stride;
-  const float* scaled = a.xq.scaled + token * sum_stride;
+  const float *xs = a.xq.scale + token * half_stride, *scaled = a.xq.scaled + token * half_stride;
+  const int32_t* sums = a.xq.sums + token * half_stride;
   const int zero = ZERO128 ? (SIGNED_128 ? 0 : 128) : w.layout.zero;
   float tile[TN][PANEL];
   for (int s = 0; s < SUBS; s++) {
@@ -168,29 +177,28 @@ static void quant_tile(const LinearArgs& a, int panel, int token) {
     for (int t = 0; t < TN; t++) acc[t] = splat(0.0f);
     const uint8_t* codes = base + s * W * 4;
     for (int g = 0; g < groups; g++) {
-      for (int h = 0; h < HALVES; h++) {
-        vi dot[TN];
-        for (int t = 0; t < TN; t++) {
-          const int32_t* sum = sums + t * sum_stride + 2 * g;
-          dot[t] = splat(-zero * (HALVES == 1 ? sum[0] + sum[1] : sum[h]));
-        }
-        if constexpr (HALVES == 1) {
-          group_dot<C, ZERO128, 0, 8, TN>(codes + g * group_bytes, x + g * GROUP, stride, dot);
-        } else {
-          if (h == 0)
-            group_dot<C, ZERO128, 0, 4, TN>(codes + g * group_bytes, x + g * GROUP, stride, dot);
-          else
-            group_dot<C, ZERO128, 4, 4, TN>(codes + g * group_bytes, x + g * GROUP, stride, dot);
-        }
-        size_t index = size_t(g * HALVES + h) * PANEL + s * W;
+      vi dot[PARTS][TN];
+      for (int t = 0; t < TN; t++) {
+        const int32_t* sum = sums + t * half_stride + 2 * g;
+        if constexpr (PARTS == 1)
+          dot[0][t] = splat(-zero * (sum[0] + sum[1]));
+        else
+          for (int h = 0; h < 2; h++) dot[h][t] = splat(-zero * sum[h]);
+      }
+      group_dot<C, ZERO128, PARTS, TN>(codes + g * group_bytes, x + g * GROUP, stride, dot);
+      for (int h = 0; h < PARTS; h++) {
+        size_t index = size_t(g * HALVES + (HALVES == 2 ? h : 0)) * PANEL + s * W;
         vf scale = load_scale<F32>(scales, index);
         for (int t = 0; t < TN; t++)
-          acc[t] = fma(to_float(dot[t]), mul(scale, splat(xs[size_t(t) * groups + g])), acc[t]);
+          acc[t] = fma(to_float(dot[h][t]), mul(scale, splat(xs[t * half_stride + 2 * g + h])), acc[t]);
         if constexpr (MIN) {
           vf min = load_scale<F32>(mins, index);
           for (int t = 0; t < TN; t++) {
-            const float* sx = scaled + t * sum_stride + 2 * g;
-            acc[t] = fma(min, splat(HALVES == 1 ? sx[0] + sx[1] : sx[h]), acc[t]);
+            const float* sx = scaled + t * half_stride + 2 * g;
+            if constexpr (HALVES == 2)
+              acc[t] = fma(min, splat(sx[h]), acc[t]);
+            else if (h == PARTS - 1)
+              acc[t] = fma(min, splat(sx[0] + sx[1]), acc[t]);
           }
         }
       }
@@ -244,9 +252,11 @@ static void run_tiles(const LinearArgs& a, int panel0, int panel1, const TileFn 
   }
 }
 
-template <Codes C, bool F32, bool MIN, int HALVES, bool ZERO128>
+template <Codes C, bool F32, bool MIN, int HALVES, bool ZERO128, int PARTS = HALVES>
 static void linear_quant(const LinearArgs& a, int panel0, int panel1) {
-#define TM_TILE(n) quant_tile<C, F32, MIN, HALVES, ZERO128, n>
+  if constexpr (PARTS == 1)
+    if (a.xq.fine) return linear_quant<C, F32, MIN, HALVES, ZERO128, 2>(a, panel0, panel1);
+#define TM_TILE(n) quant_tile<C, F32, MIN, HALVES, ZERO128, PARTS, n>
 #if TM_AVX512
   static constexpr TileFn tiles[TILE] = {TM_TILE(1), TM_TILE(2), TM_TILE(3), TM_TILE(4),
                                          TM_TILE(5), TM_TILE(6), TM_TILE(7), TM_TILE(8)};
@@ -330,20 +340,20 @@ static void unpack_row(const PackedWeight& w, int row, float scale, float* out) 
   }
 }
 
-// q = round(x * 127 / max|x|) for each group of 32.
-static void quantise(const float* x, int n, int8_t* q, float* scale, int32_t* sums, float* scaled) {
-  for (int g = 0; g < n / GROUP; g++) {
+// q = round(x * 127 / max|x|) over each 32 features, or each 16 where fine.
+static void quantise(const float* x, int n, const QuantRows& out, size_t at) {
+  const int run = out.fine ? 16 : GROUP;
+  int8_t* q = out.q + at;
+  for (int i = 0; i < n; i += run) {
     vf m = splat(0.0f);
-    for (int i = 0; i < GROUP; i += W) m = vmax(vabs(load(x + g * GROUP + i)), m);
+    for (int j = i; j < i + run; j += W) m = vmax(vabs(load(x + j)), m);
     float top = reduce_max(m), s = top / 127.0f, inverse = top > 0 ? 127.0f / top : 0.0f;
-    scale[g] = s;
-    for (int i = 0; i < GROUP; i += W)
-      store_i8(q + g * GROUP + i, to_int(mul(load(x + g * GROUP + i), splat(inverse))));
-    for (int h = 0; h < 2; h++) {
+    for (int j = i; j < i + run; j += W) store_i8(q + j, to_int(mul(load(x + j), splat(inverse))));
+    for (int h = i; h < i + run; h += 16) {
       int sum = 0;
-      for (int i = 0; i < 16; i++) sum += q[g * GROUP + 16 * h + i];
-      sums[2 * g + h] = sum;
-      scaled[2 * g + h] = s * float(sum);
+      for (int j = 0; j < 16; j++) sum += q[h + j];
+      size_t half = (at + h) / 16;
+      out.scale[half] = s, out.sums[half] = sum, out.scaled[half] = s * float(sum);
     }
   }
 }
