@@ -17,6 +17,7 @@ class Bytes:
     """A vocabulary whose token i stands for pieces[i]."""
 
     special: frozenset[int] = frozenset()
+    strips_leading_space = False
 
     def __init__(self, pieces: list[bytes]):
         self.pieces = pieces

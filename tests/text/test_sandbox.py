@@ -16,7 +16,8 @@ USER = [{"role": "user", "content": "hello"}]
 
 class NoWords:
     size = 0
-    special = frozenset()
+    special: frozenset[int] = frozenset()
+    strips_leading_space = False
 
 
 def render(template: str, messages=USER, **kwargs) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import time
 
 import pytest
@@ -143,6 +145,14 @@ def test_a_cut_model_file_is_refused(sp_file, tmp_path):
         path.write_bytes(sp_file[:size])
         with pytest.raises((ModelFileError, UnsupportedModel)):
             read_spm_file(path)
+    rng = random.Random(0)
+    for _ in range(300):  # any damage is refused or harmless, never a crash
+        data = bytearray(sp_file)
+        for _ in range(3):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        path.write_bytes(bytes(data))
+        with contextlib.suppress(ModelFileError, UnsupportedModel):
+            read_spm_file(path).encode("the world")
     path.write_bytes(train_sentencepiece(model_type="unigram", vocab_size=340))
     with pytest.raises(UnsupportedModel, match="BPE"):
         read_spm_file(path)

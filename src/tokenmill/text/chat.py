@@ -51,7 +51,7 @@ def render_chat(
     if continue_final_message:
         add_generation_prompt = False
         prepared[-1] = prepared[-1] | {"content": prepared[-1]["content"] + _END_MARK}
-    variables = dict(tokenizer.template_tokens)
+    variables: dict[str, Any] = dict(tokenizer.template_tokens)
     for name in kwargs:
         if name in ("messages", "tools", "add_generation_prompt") or name in variables:
             raise InvalidRequest(f"chat_template_kwargs may not set {name!r}", param="chat_template_kwargs")

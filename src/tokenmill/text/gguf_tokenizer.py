@@ -13,7 +13,7 @@ from ..errors import ModelFileError, UnsupportedModel
 from .byte_level import LibraryVocabulary
 from .pre_tokenizers import pre_tokenizer
 from .spm import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, SentencePieceModel, index_pieces
-from .tokenizer import Tokenizer, end_tokens
+from .tokenizer import Tokenizer, Vocabulary, end_tokens
 
 _KEY = "tokenizer.ggml."
 
@@ -23,13 +23,14 @@ def gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     pieces = _strings(metadata, "tokens")
     if "" in pieces:  # fillers, which need a name of their own
         pieces = [piece or f"[EMPTY_{i}]" for i, piece in enumerate(pieces)]
+    vocabulary: Vocabulary
     if model == "gpt2":
         pre = pre_tokenizer(metadata.get(_KEY + "pre"))
         vocabulary = _byte_level(metadata, pieces, pre)
-        add_bos, strips = pre.add_bos, False
+        add_bos = pre.add_bos
     elif model == "llama":
         vocabulary = _sentencepiece(metadata, pieces)
-        add_bos, strips = True, vocabulary.add_space_prefix
+        add_bos = True
     else:
         raise UnsupportedModel(
             f"tokenizer.ggml.model is {model!r}; tokenmill has gpt2 (byte-level BPE) and llama (SPM)"
@@ -50,7 +51,6 @@ def gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
         special_token_ids=special | ends,
         add_bos=bool(metadata.get(_KEY + "add_bos_token", add_bos)),
         add_eos=bool(metadata.get(_KEY + "add_eos_token", False)),
-        strips_leading_space=strips,
         chat_templates=_templates(metadata),
         template_tokens={f"{name}_token": pieces[i] for name, i in ids.items() if i is not None},
     )
@@ -64,7 +64,7 @@ def _byte_level(metadata, pieces: list[str], pre) -> LibraryVocabulary:
     if len(types) != len(pieces):
         raise ModelFileError(f"tokenizer.ggml has {len(pieces)} tokens and {len(types)} token types; they must agree")
     vocab = index_pieces(pieces)
-    merges = [tuple(merge.split(" ")) for merge in _strings(metadata, "merges")]
+    merges: list[Any] = [tuple(merge.split(" ")) for merge in _strings(metadata, "merges")]
     try:
         backend = Tokenizer(BPE(vocab=vocab, merges=merges, ignore_merges=pre.ignore_merges))
     except Exception:  # looked for only now: checking each merge costs more than all the rest

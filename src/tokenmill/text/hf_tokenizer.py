@@ -26,7 +26,7 @@ def hf_tokenizer(folder: Path, config: Mapping[str, Any] | None = None) -> Token
     settings = _read(folder, "tokenizer_config.json")
     generation = _read(folder, "generation_config.json")
     config = config or {}
-    vocabulary, adds_bos, adds_eos, strips = _vocabulary(folder, settings)
+    vocabulary, adds_bos, adds_eos = _vocabulary(folder, settings)
 
     named = _read(folder, "special_tokens_map.json") | settings
     texts = {name: text for name in _NAMES if (text := _text(named.get(name))) is not None}
@@ -47,25 +47,23 @@ def hf_tokenizer(folder: Path, config: Mapping[str, Any] | None = None) -> Token
         special_token_ids=special | ends,
         add_bos=explicit if isinstance(explicit, bool) else (bos is not None and adds_bos == bos),
         add_eos=settings["add_eos_token"] if isinstance(settings.get("add_eos_token"), bool) else adds_eos is not None,
-        strips_leading_space=strips,
         chat_templates=_templates(folder, settings),
         template_tokens=texts,
     )
 
 
-def _vocabulary(folder: Path, settings) -> tuple[Vocabulary, int | None, int | None, bool]:
-    """-> vocabulary, the id it puts before every text, the id it puts after, whether decoding drops a leading space."""
+def _vocabulary(folder: Path, settings) -> tuple[Vocabulary, int | None, int | None]:
+    """-> vocabulary, the id it puts before every text, the id it puts after."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         if (folder / "tokenizer.model").is_file():
             from .spm_file import read_spm_file
 
-            vocabulary = read_spm_file(folder / "tokenizer.model")
+            model = read_spm_file(folder / "tokenizer.model")
             for name, text in (("bos_token", "<s>"), ("eos_token", "</s>"), ("unk_token", "<unk>")):
-                if vocabulary.token_id(text) in vocabulary.special:
+                if model.token_id(text) in model.special:
                     settings.setdefault(name, text)
-            bos = vocabulary.token_id(_text(settings.get("bos_token")) or "")
-            return vocabulary, bos, None, vocabulary.add_space_prefix
+            return model, model.token_id(_text(settings.get("bos_token")) or ""), None
         raise ModelFileError(f"{folder.name} has no tokenizer.json and no tokenizer.model")
     from tokenizers import Tokenizer as Backend
 
@@ -84,12 +82,7 @@ def _vocabulary(folder: Path, settings) -> tuple[Vocabulary, int | None, int | N
         raise UnsupportedModel(
             "tokenizer.json adds more than one token around each text; a language model adds at most BOS"
         )
-    return (
-        vocabulary,
-        whole[0] if before else None,
-        whole[-1] if extra > before else None,
-        vocabulary.strips_leading_space,
-    )
+    return vocabulary, whole[0] if before else None, whole[-1] if extra > before else None
 
 
 def _templates(folder: Path, settings) -> dict[str, str]:

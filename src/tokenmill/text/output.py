@@ -125,7 +125,7 @@ class RequestState:
         if choice.finished:
             return None
         if delta.index == 0:  # its siblings find the prompt that it has just computed: no hit of the cache
-            self.num_cached_tokens = delta.num_cached_tokens
+            self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
         self.first_scheduled_time = self.first_scheduled_time or delta.first_scheduled_time
         out = ChoiceDelta(delta.index, logprobs=None if choice.logprobs is None else [])
         matcher = choice.matcher

@@ -19,6 +19,7 @@ import threading
 import time
 from datetime import datetime
 from types import BuiltinMethodType
+from typing import Any
 
 import jinja2
 from jinja2 import nodes
@@ -334,9 +335,9 @@ def _check_widths(values) -> None:
             )
 
 
-def _check_replace(text, old, new) -> None:
+def _check_replace(text: Any, old: Any, new: Any) -> None:
     if isinstance(text, (str, bytes)) and isinstance(old, type(text)) and isinstance(new, type(text)):
-        _budget().fits(len(text) + text.count(old) * len(new))
+        _budget().fits(len(text) + text.count(old) * len(new))  # type: ignore[arg-type]
 
 
 def _gather(separator, values) -> list:

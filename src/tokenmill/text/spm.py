@@ -70,7 +70,7 @@ class SentencePieceModel:
     def __init__(self, pieces: list[str], scores, types, *, unknown_id: int | None, add_space_prefix: bool = True):
         self.pieces = pieces
         self.size = len(pieces)
-        self.add_space_prefix = add_space_prefix
+        self.add_space_prefix = self.strips_leading_space = add_space_prefix
         scores = np.asarray(scores, dtype=np.float32)
         types = np.asarray(types, dtype=np.int32)
         if len(scores) != self.size or len(types) != self.size:

@@ -22,30 +22,40 @@ _BPE = 2
 
 def read_spm_file(path: Path) -> SentencePieceModel:
     """Raises ModelFileError for a damaged file, UnsupportedModel for a model that is not BPE or rewrites its text."""
-    pieces, scores, types = [], [], []
+    name = path.name
+    pieces: list[str] = []
+    scores: list[float] = []
+    types: list[int] = []
     model_type, prefix, squeezes, rewrites = 1, True, True, False
-    for number, value in _fields(path.read_bytes(), path.name):
+    for number, value in _fields(path.read_bytes(), name):
+        if number not in (1, 2, 3):
+            continue
+        if not isinstance(value, bytes):
+            raise ModelFileError(f"{name} is damaged: field {number} is not a message")
+        fields = dict(_fields(value, name))
+
+        def get(key: int, default, fields=fields):
+            found = fields.get(key, default)
+            if type(found) is not type(default):
+                raise ModelFileError(f"{name} is damaged: a field has the wrong type")
+            return found
+
         if number == 1:
-            parts = dict(_fields(value, path.name))
-            pieces.append(_string(parts.get(1, b""), path.name))
-            scores.append(parts.get(2, 0.0))
-            types.append(parts.get(3, NORMAL))
+            pieces.append(_string(get(1, b""), name))
+            scores.append(get(2, 0.0))
+            types.append(get(3, NORMAL))
         elif number == 2:
-            model_type = dict(_fields(value, path.name)).get(3, model_type)
-        elif number == 3:
-            parts = dict(_fields(value, path.name))
-            prefix, squeezes = bool(parts.get(3, True)), bool(parts.get(4, True))
-            rewrites = bool(parts.get(2))
+            model_type = get(3, model_type)
+        else:
+            prefix, squeezes, rewrites = bool(get(3, 1)), bool(get(4, 1)), bool(get(2, b""))
     if model_type != _BPE:
-        raise UnsupportedModel(
-            f"{path.name} is not a BPE model (model_type {model_type}); only BPE has merges by score"
-        )
+        raise UnsupportedModel(f"{name} is not a BPE model (model_type {model_type}); only BPE has merges by score")
     if rewrites or squeezes:
         raise UnsupportedModel(
-            f"{path.name} rewrites its text (normalisation rules, or spaces squeezed), which tokenmill does not have"
+            f"{name} rewrites its text (normalisation rules, or spaces squeezed), which tokenmill does not have"
         )
     if not pieces:
-        raise ModelFileError(f"{path.name} holds no pieces")
+        raise ModelFileError(f"{name} holds no pieces")
     unknown = types.index(UNKNOWN) if UNKNOWN in types else None
     return SentencePieceModel(pieces, scores, types, unknown_id=unknown, add_space_prefix=prefix)
 
@@ -56,8 +66,8 @@ def _fields(data: bytes, name: str) -> Iterator[tuple[int, int | float | bytes]]
         key, position = _varint(data, position, name)
         number, wire = key >> 3, key & 7
         if wire == 0:
-            value, position = _varint(data, position, name)
-            yield number, value
+            varint, position = _varint(data, position, name)
+            yield number, varint
             continue
         if wire == 2:
             size, position = _varint(data, position, name)
@@ -83,8 +93,8 @@ def _varint(data: bytes, position: int, name: str) -> tuple[int, int]:
     raise ModelFileError(f"{name} is cut or damaged at byte {position}")
 
 
-def _string(value: object, name: str) -> str:
+def _string(value: bytes, name: str) -> str:
     try:
-        return value.decode()  # type: ignore[attr-defined]
-    except (AttributeError, UnicodeDecodeError):
+        return value.decode()
+    except UnicodeDecodeError:
         raise ModelFileError(f"{name} holds a piece that is not UTF-8 text") from None

@@ -45,6 +45,7 @@ class Vocabulary(Protocol):
 
     size: int  # ids are 0 .. size-1; some may be unused
     special: frozenset[int]  # control tokens: no text of their own
+    strips_leading_space: bool  # the first space of a text stands for the one encode() puts there
 
     def encode(self, text: str, *, parse_special: bool = True, prefix: bool = True) -> list[int]: ...
 
@@ -66,7 +67,6 @@ class Tokenizer:
     special_token_ids: frozenset[int] = frozenset()  # left out of decoded text with skip_special_tokens
     add_bos: bool = False
     add_eos: bool = False
-    strips_leading_space: bool = False  # the first space of a text stands for the one encoding put there
     chat_templates: dict[str, str] = field(default_factory=dict, repr=False)
     template_tokens: dict[str, str] = field(default_factory=dict)  # "bos_token" and the like, for chat templates
     _bytes: dict[int, bytes] = field(default_factory=dict, repr=False)
@@ -74,6 +74,10 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         return self.vocabulary.size
+
+    @property
+    def strips_leading_space(self) -> bool:
+        return self.vocabulary.strips_leading_space
 
     @property
     def chat_template(self) -> str | None:
