@@ -10,32 +10,30 @@ import threading
 import urllib.parse
 
 import pytest
+from huggingface_hub import constants
 
 from tests.support.checkpoints import gguf_file, hf_folder
 from tests.support.gguf_writer import split_gguf
+from tokenmill.errors import SourceError, TokenmillError
+from tokenmill.weights import sources
+from tokenmill.weights.loader import open_checkpoint
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 OLD = "fedcba9876543210fedcba9876543210fedcba98"
 TOKEN = "hf_letmein"
 
-# In a process of its own: huggingface-hub reads its environment when it is imported.
-CHILD = """
-import json, sys
-from tokenmill.errors import TokenmillError
-from tokenmill.weights import sources
-from tokenmill.weights.loader import open_checkpoint
-what, ref, revision = sys.argv[1:]
-try:
-    if what == "pull":
-        path = sources.resolve(ref, revision=revision or None)
-        print(json.dumps({"path": str(path), "tensors": len(open_checkpoint(path).weights)}))
-    elif what == "list":
-        print(json.dumps([model.name for model in sources.local_models()]))
-    else:
-        print(json.dumps(sources.remove(ref)))
-except TokenmillError as e:
-    print(json.dumps({"error": type(e).__name__, "message": str(e)}))
-"""
+
+def act(what, ref, revision):
+    """What a test asks for, as JSON-able values; errors too."""
+    try:
+        if what == "pull":
+            path = sources.resolve(ref, revision=revision or None)
+            return {"path": str(path), "tensors": len(open_checkpoint(path).weights)}
+        if what == "list":
+            return [model.name for model in sources.local_models()]
+        return sources.remove(ref)
+    except TokenmillError as e:
+        return {"error": type(e).__name__, "message": str(e)}
 
 
 class Hub(http.server.ThreadingHTTPServer):
@@ -151,19 +149,50 @@ def hub(content):
 
 
 @pytest.fixture
-def call(hub, tmp_path):
-    def run(what, ref="", revision="", **environment):
-        env = {
-            key: item for key, item in os.environ.items() if not key.startswith("HF_") and "proxy" not in key.lower()
-        }
-        env |= {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(tmp_path / "hf")}
-        env |= {"TOKENMILL_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1", **environment}
-        command = [sys.executable, "-c", CHILD, what, ref, revision]
-        done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
+def call(hub, tmp_path, monkeypatch):
+    """act() with huggingface-hub's settings as given; it reads its environment once, so they are set behind it."""
+    monkeypatch.setenv("TOKENMILL_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+    for name in list(os.environ):
+        if "proxy" in name.lower():
+            monkeypatch.delenv(name)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "hf" / "token"))
+
+    def run(what, ref="", revision="", **settings):
+        with monkeypatch.context() as patch:
+            endpoint = settings.get("HF_ENDPOINT", f"http://127.0.0.1:{hub.server_port}")
+            template = constants.HUGGINGFACE_CO_URL_TEMPLATE.removeprefix(constants.ENDPOINT)
+            patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", endpoint + template)
+            patch.setattr(constants, "ENDPOINT", endpoint)
+            patch.setattr(constants, "HF_HUB_OFFLINE", "HF_HUB_OFFLINE" in settings)
+            patch.setenv("HF_TOKEN", settings.get("HF_TOKEN", ""))
+            return act(what, ref, revision)
 
     return run
+
+
+def test_the_hubs_own_settings(hub, tmp_path):
+    """HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE from the environment of a process."""
+    hub.private.add("org/one")
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from tokenmill.weights.sources import resolve; print(resolve(sys.argv[1]))",
+    ]
+
+    def child(ref="hf:org/one", **settings):
+        kept = {
+            key: item for key, item in os.environ.items() if not key.startswith("HF_") and "proxy" not in key.lower()
+        }
+        environment = kept | {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"} | settings
+        return subprocess.run([*command, ref], capture_output=True, text=True, env=environment, timeout=120)
+
+    online = child(HF_ENDPOINT=f"http://127.0.0.1:{hub.server_port}", HF_TOKEN=TOKEN)
+    assert online.returncode == 0, online.stderr
+    assert online.stdout.startswith(str(tmp_path / "hf"))
+    assert child(HF_HUB_OFFLINE="1").stdout == online.stdout
+    assert "HF_HUB_OFFLINE is set" in child("hf:org/files", HF_HUB_OFFLINE="1").stderr
 
 
 def test_a_folder(call, hub, tmp_path, content):
@@ -237,8 +266,5 @@ def test_a_broken_download_is_tried_again(call, hub):
 
 @pytest.mark.parametrize("ref", ["hf:", "hf:name", "hf:a/b/c", "hf:a/b:../x", "hf:a b/c", "hf:../b", "hf:a/b:"])
 def test_references(ref):
-    from tokenmill.errors import SourceError
-    from tokenmill.weights import sources
-
     with pytest.raises(SourceError):
         sources.resolve(ref)
