@@ -13,6 +13,7 @@ import enum
 import logging
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -127,7 +128,10 @@ class EngineClient:
         self.num_restarts = 0
         self.on_gone: Callable[[EngineGone], None] = lambda gone: None
         self._past = EngineStats()  # counters of engines that died
-        self._supervisor = Supervisor(config, self._from_reader, factory=factory)
+        # The queue is bounded here, where a client can be told at once; the engine's own bound only has to let through
+        # what comes in one burst, before it had a step to admit any of it.
+        behind = replace(config, max_waiting=self.capacity)
+        self._supervisor = Supervisor(behind, self._from_reader, factory=factory)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._early: list[Any] = []  # events from before the loop ran; with the lock
         self._lock = threading.Lock()

@@ -91,7 +91,9 @@ def error_response(error: TokenmillError) -> Response:
         headers["retry-after"] = "1"
     elif isinstance(error, AuthenticationFailed):
         headers["www-authenticate"] = "Bearer"
-    unread = isinstance(error, (RequestTooLarge, RequestTimeout, UnsupportedMediaType))
+    elif isinstance(error, RequestTimeout):
+        headers["connection"] = "close"
+    unread = isinstance(error, (RequestTooLarge, UnsupportedMediaType))
     return (LingeringJSON if unread else JSON)(error_object(error), error.status, headers)
 
 

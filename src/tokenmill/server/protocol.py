@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
+from ..backends.interface import MAX_LOGPROBS
 from ..core import SamplingParams
 from ..errors import InvalidRequest, UnsupportedField
 
@@ -257,7 +258,10 @@ class ChatRequest(GenerationRequest, kw_only=True):
             )
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs true", param="top_logprobs")
-        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        top = self.top_logprobs or 0
+        if not 0 <= top <= MAX_LOGPROBS:
+            raise InvalidRequest(f"top_logprobs is {top}; it must be 0 to {MAX_LOGPROBS}", param="top_logprobs")
+        logprobs = top if self.logprobs else None
         return self.sampling(logprobs=logprobs, max_tokens=given.pop() if given else None)
 
 

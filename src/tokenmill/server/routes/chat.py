@@ -26,6 +26,11 @@ from ..protocol import (
 )
 from ..state import Serving, serving_of
 
+# Names that mean something else to chat_to_ids, or that have a field of their own.
+NOT_TEMPLATE_VARIABLES = frozenset(
+    ["tokenizer", "messages", "tools", "template", "chat_template", "max_model_len", "add_generation_prompt", "continue_final_message"]
+)
+
 
 async def chat_completions(request: Request) -> GenerationResponse:
     serving = serving_of(request)
@@ -58,8 +63,8 @@ async def chat_prompt(serving: Serving, body: ChatRequest) -> list[int]:
         template = body.chat_template
     messages = check_messages(body.messages)
     options = dict(body.chat_template_kwargs or {})
-    for name in ("template", "chat_template", "max_model_len", "continue_final_message"):
-        if name in options:
+    for name in options:
+        if name in NOT_TEMPLATE_VARIABLES:
             raise InvalidRequest(f"chat_template_kwargs may not set {name!r}", param="chat_template_kwargs")
     if body.add_generation_prompt is not None:
         options["add_generation_prompt"] = body.add_generation_prompt
