@@ -99,8 +99,19 @@ def make_engine(
     return Engine(executor, resolved, overlap=overlap, **engine_options)
 
 
-def drive(executor, asks: Sequence[Ask], *, engine: Engine | None = None, check_each_step=False, **settings) -> Run:
-    """Run all asks to their end, in `engine` (of an earlier Run, with its cache) or in a new one made of settings."""
+def drive(
+    executor,
+    asks: Sequence[Ask],
+    *,
+    engine: Engine | None = None,
+    check_each_step: bool = False,
+    preempt_every: int = 0,
+    **settings,
+) -> Run:
+    """Run all asks to their end, in `engine` (of an earlier Run, with its cache) or in a new one made of settings.
+
+    preempt_every: at each so-manieth step the last of the running requests is preempted (the cache must hold it alone).
+    """
     engine = engine or make_engine(executor, **settings)
     replies: dict[tuple[int, int], Reply] = {}
     first = engine.scheduler.stats.num_steps
@@ -126,6 +137,8 @@ def drive(executor, asks: Sequence[Ask], *, engine: Engine | None = None, check_
         for name, when in aborts:
             if when == step:
                 engine.abort(AbortRequest(name))
+        if preempt_every and step % preempt_every == preempt_every - 1 and engine.scheduler.running:
+            engine.scheduler.preempt_last()
         for delta in engine.step():
             replies[names[delta.request_id], delta.index].take(delta)
         if check_each_step:

@@ -162,7 +162,7 @@ class Scheduler:
         if self.running[-1].priority > request.priority and not request.num_in_flight:
             pages = -(-request.num_tokens // self.pool.page_size)
             if len(self.running) >= self.max_running or pages + self._headroom(request) > self.pool.num_available:
-                self._preempt(self.running.pop())
+                self.preempt_last()
 
     def _headroom(self, request: Request) -> int:
         """Pages that must stay available for growth when `request` is admitted."""
@@ -173,19 +173,20 @@ class Scheduler:
         while not request.lease.extend(end):
             if self.pool.returning:
                 return False
-            victim = self.running.pop()
-            self._preempt(victim)
-            if victim is request:
+            if self.preempt_last() is request:
                 return False
         return True
 
-    def _preempt(self, request: Request) -> None:
+    def preempt_last(self) -> Request:
+        """Take its pages from the last of the running, which goes back to the queue. Only while nothing is planned."""
+        request = self.running.pop()
         self.stats.num_preemptions += 1
         request.num_preemptions += 1
         self._give_back(request)
         request.status = WAITING
         request.num_computed_tokens = 0
         insort(self.waiting, request, key=by_order)
+        return request
 
     def _admit(self, plan: StepPlan, budget: int, score_rows: int) -> None:
         """Start waiting requests, in order, while there are tokens, seats and pages for them."""
