@@ -64,7 +64,7 @@ class ReferenceBackend:
 
     def rms_norm(self, op, inputs, step):
         (x,) = inputs
-        groups = x.reshape(len(x), -1, op.attrs["group"])  # (rows, dim / group, group)
+        groups = x.reshape(len(x), x.shape[1] // op.attrs["group"], op.attrs["group"])  # (rows, dim / group, group)
         mean_square = np.mean(groups * groups, axis=-1, keepdims=True)
         normed = groups / np.sqrt(mean_square + self.dtype.type(op.attrs["eps"]))
         return ((normed * self.array(op.weights[0])).reshape(x.shape),)
