@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from ..weights.fetch import Progress
 
@@ -26,7 +27,7 @@ def download_progress() -> Iterator[Progress]:
 class _Bar:
     def __init__(self) -> None:
         self.started = time.monotonic()
-        self.bar = None
+        self.bar: Any = None
         self.tasks: dict[str, int] = {}
 
     def update(self, what: str, done: int, total: int | None) -> None:

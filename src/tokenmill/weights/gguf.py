@@ -321,16 +321,18 @@ def open_gguf(path: Path) -> tuple[Metadata, dict[str, TensorInfo], list[MappedF
     if count is None:
         return first.metadata, first.tensors, [first.file]
     match = _SPLIT_NAME.fullmatch(path.name)
+    stem = match["stem"] if match else "NAME"
     if number != 0:
-        name = f"{match['stem']}-00001-of-{count:05d}.gguf" if match else "the file with 00001-of in its name"
-        raise ModelFileError(f"{path} is part {number + 1} of {count}; give the first part, {name}")
-    if count > 1 and (match is None or int(match["no"]) != 1 or int(match["count"]) != count):
         raise ModelFileError(
-            f"{path} is part 1 of {count} but is not named so; the parts must be named NAME-00001-of-{count:05d}.gguf"
+            f"{path} is part {number + 1} of {count}; give the first part, {stem}-00001-of-{count:05d}.gguf"
+        )
+    if count > 1 and path.name != f"{stem}-00001-of-{count:05d}.gguf":
+        raise ModelFileError(
+            f"{path} is part 1 of {count} but is not named so; the parts must be named {stem}-00001-of-{count:05d}.gguf"
         )
     tensors, files = dict(first.tensors), [first.file]
     for part in range(2, count + 1):
-        part_path = path.with_name(f"{match['stem']}-{part:05d}-of-{count:05d}.gguf")
+        part_path = path.with_name(f"{stem}-{part:05d}-of-{count:05d}.gguf")
         if not part_path.exists():
             raise ModelFileError(f"{part_path} is missing: part {part} of {count} of this model")
         other = GGUFFile(part_path)

@@ -61,10 +61,10 @@ class Checkpoint:
         for name, weight in sorted(self.tensors.items()):
             h.update(f"{name} {weight.format} {weight.shape}\n".encode())
             if weight.nbytes <= DIGEST_WHOLE:
-                h.update(weight.data)
+                h.update(weight.data.data)
                 continue
             for start in np.linspace(0, weight.nbytes - DIGEST_PIECE, DIGEST_PIECES, dtype=np.int64):
-                h.update(weight.data[start : start + DIGEST_PIECE])
+                h.update(weight.data[start : start + DIGEST_PIECE].data)
         for key in sorted(self.config):
             h.update(f"{key}={self.config[key]!r}\n".encode())
         return h.hexdigest()[:32]

