@@ -88,7 +88,6 @@ TOO_EXPENSIVE = {
     "format_map": "{{ '{a:1000000000}'.format_map({'a': 1}) }}",
     "batch": "{{ [1]|batch(1000000000, 'x')|list }}",
     "slice": "{{ [1]|slice(1000000000, 'x')|list }}",
-    "bytes": "{{ (1).to_bytes(1000000000, 'big') }}",
     "JSON indent": "{{ [1]|tojson(indent=1000000000) }}",
     "JSON separators": "{{ range(99999)|list|tojson(separators=('x' * 100000, ':')) }}",
     "join with a long separator": "{{ range(99999)|join('x' * 100000) }}",
@@ -97,6 +96,10 @@ TOO_EXPENSIVE = {
     "sum of lists": "{{ range(99999)|map('string')|map('list')|sum(start=[])|length }}",
     "a range past the sandbox's": "{{ range(1000000000)|list }}",
     "a list of a long text": "{{ ('x' * 2000000)|list|length }}",
+    "a search from the right": "{{ ('a' * 2000000).rfind('ab' + 'a' * 999998) }}",
+    "a split from the right": "{{ ('a' * 2000000).rsplit('ab' + 'a' * 999998)|length }}",
+    "stripping many characters": "{{ ('a' * 2000000).strip('b' * 999999 + 'a') }}",
+    "the trim filter with many": "{{ ('a' * 2000000)|trim('b' * 999999 + 'a') }}",
     "a lazy filter run twice": "{{ range(99999)|map('center', 9999)|join|length }}",
 }
 
@@ -131,6 +134,9 @@ ESCAPES = {
     "changing a message": "{{ messages[0].update({'role': 'x'}) }}",
     "a planted name": "{% set n = namespace(__class__='x') %}",
     "a planted name, assigned": "{% set n = namespace() %}{% set n.__class__ = 'x' %}",
+    "bytes": "{{ (1).to_bytes(1000000000, 'big') }}",
+    "a slow codec": "{{ ('é' * 2000000).encode('punycode') }}",
+    "translating": "{{ ('a' * 2000000).translate({97: 'x' * 2000000}) }}",
     "a frame": "{{ (messages|map('upper')).gi_frame.f_back.f_globals }}",
 }
 
@@ -163,6 +169,17 @@ def test_a_long_conversation_is_not_too_much():
     template = "{% for m in messages %}{{ '<|' ~ m.role + '|>' + m.content|trim }}\n{% endfor %}"
     messages = [{"role": "user", "content": "word " * 200} for _ in range(5000)]
     assert len(render(template, messages)) > 5_000_000
+
+
+def test_messages_gathered_one_by_one_are_not_too_much():
+    """A list that grows by a message each turn is looked at again each time; the messages in it are not."""
+    template = (
+        "{% set ns = namespace(kept=[]) %}{% for m in messages %}{% set ns.kept = ns.kept + [m] %}{% endfor %}"
+        "{{ ns.kept|length }}"
+    )
+    calls = [{"function": {"name": "f", "arguments": {str(i): i for i in range(20)}}}]
+    messages = [{"role": "assistant", "content": "x", "tool_calls": calls} for _ in range(500)]
+    assert render(template, messages) == "500"
 
 
 def test_text_grows_with_what_is_given():

@@ -25,8 +25,7 @@ from .tokenizer import Tokenizer
 if TYPE_CHECKING:
     import jinja2
 
-MAX_TEMPLATE_CHARS = 1 << 18
-MIN_OUTPUT_CHARS = 1 << 21  # what a template may always write; more in proportion to what it is given
+MAX_TEMPLATE_CHARS = 1 << 17
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _END_MARK = "\ue000\ue001end of the final message\ue001\ue000"
 
@@ -171,9 +170,10 @@ def _run(source: str, variables: dict[str, Any]) -> str:
     from .sandbox import Budget, TemplateComplaint, TemplateTooExpensive, render
 
     try:
-        given = json.dumps(variables, ensure_ascii=False, default=str)
         template = _compile(source)
-        return render(template, variables, Budget(MIN_OUTPUT_CHARS + 4 * len(given)))
+        if isinstance(template, Exception):
+            raise template.with_traceback(None)
+        return render(template, variables, Budget(variables))
     except TemplateComplaint as error:
         raise InvalidRequest(str(error)[:500], param="messages") from None
     except TemplateTooExpensive as error:
@@ -193,10 +193,16 @@ def _say(error: Exception) -> str:
 
 
 @lru_cache(maxsize=64)
-def _compile(source: str) -> jinja2.Template:
+def _compile(source: str) -> jinja2.Template | Exception:
+    """What is wrong with a template is remembered as well: a large one takes a second to find out."""
     if len(source) > MAX_TEMPLATE_CHARS:
-        raise InvalidRequest(f"the chat template is longer than {MAX_TEMPLATE_CHARS} characters", param="chat_template")
-    return _environment().from_string(source)
+        return InvalidRequest(
+            f"the chat template is longer than {MAX_TEMPLATE_CHARS} characters", param="chat_template"
+        )
+    try:
+        return _environment().from_string(source)
+    except Exception as error:
+        return error.with_traceback(None)
 
 
 @lru_cache(maxsize=1)

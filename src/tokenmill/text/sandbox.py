@@ -31,6 +31,8 @@ from markupsafe import escape
 
 MAX_STEPS = 2_000_000
 MAX_WIDTH = 10_000  # of a padded or indented text
+MAX_PATTERN = 256  # characters to strip or to search from the right: Python's ways take time by both lengths multiplied
+MIN_CHARS = 1 << 21  # of one value, whatever little the template is given
 _NESTED = re.compile(r"\{[^}]*\{")  # {:{}}, a width given as an argument
 _WIDE = re.compile(r"[0-9]{5}|\*")  # a width or precision in a format string that is too large, or hidden
 
@@ -44,10 +46,11 @@ class TemplateComplaint(Exception):
 
 
 class Budget:
-    """What one rendering may use. chars: the largest single value, in characters."""
+    """What one rendering of a template over `given` may use. chars: the largest single value, in characters."""
 
-    def __init__(self, chars: int, seconds: float = 1.0):
-        self.chars = chars
+    def __init__(self, given: dict, seconds: float = 1.0):
+        self._known: dict[int, int] = {}  # weights of the containers given, by id: nothing in a template changes them
+        self.chars = MIN_CHARS + 4 * self._learn(given)
         self.written = 0
         self.steps = 0
         self.deadline = time.thread_time() + seconds
@@ -67,12 +70,14 @@ class Budget:
                 raise TemplateTooExpensive("it makes a text that is too long")
             return value
         self.step()
-        weight, left = 0, [value]
+        weight, left, known = 0, [value], self._known
         while left:
             one = left.pop()
-            weight += 16
+            weight += known.get(id(one), 16)
             if isinstance(one, (str, bytes)):
                 weight += len(one)
+            elif id(one) in known:
+                pass
             elif isinstance(one, dict):
                 left.extend(one)
                 left.extend(one.values())
@@ -85,6 +90,16 @@ class Budget:
             if weight > self.chars:
                 raise TemplateTooExpensive("it makes a value that is too large")
         return value
+
+    def _learn(self, value) -> int:
+        if isinstance(value, str):
+            return 16 + len(value)
+        if not isinstance(value, (dict, list, tuple)):
+            return 16
+        parts = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+        weight = 16 + sum(map(self._learn, parts))
+        self._known[id(value)] = weight
+        return weight
 
     def fits(self, chars: int) -> None:
         if chars > self.chars:
@@ -265,6 +280,9 @@ def _write(context, value):
 
 # ---- filters, methods and globals
 
+# Texts times texts (translate), codecs that take quadratic time (encode).
+_NOT_FOR_TEMPLATES = frozenset({"translate", "maketrans", "encode"})
+
 _FILTERS = """
 abs attr batch capitalize center count d default dictsort first float format groupby indent int items last length list
 lower map max min reject rejectattr replace reverse round select selectattr slice sort string title trim truncate unique
@@ -296,7 +314,9 @@ def _metered(name: str, function):
 def _check_filter(name: str, args: tuple, kwargs: dict) -> None:
     if name in ("center", "indent", "batch", "slice", "round"):
         _check_widths((*args[1:], *kwargs.values()))
-    if name == "indent" and args:
+    if name == "trim":
+        _check_pattern((*args[1:], *kwargs.values()))
+    elif name == "indent" and args:
         _budget().fits(len(str(args[0])) + str(args[0]).count("\n") * _width(args[1:], kwargs))
     elif name == "replace" and len(args) >= 3:
         _check_replace(str(args[0]), str(args[1]), str(args[2]))
@@ -308,18 +328,19 @@ def _check_filter(name: str, args: tuple, kwargs: dict) -> None:
 
 def _check_method(method, args: tuple, kwargs: dict) -> None:
     owner, name = method.__self__, method.__name__
-    if isinstance(owner, (str, bytes)):
-        text = owner if isinstance(owner, str) else owner.decode("latin-1")
+    if isinstance(owner, str):
+        if name in _NOT_FOR_TEMPLATES:
+            raise jinja2.exceptions.SecurityError(f"{name} is not available in chat templates")
         if name in ("center", "ljust", "rjust", "zfill", "expandtabs"):
             _check_widths((*args, *kwargs.values()))
             if name == "expandtabs":
-                _budget().fits(len(text) + text.count("\t") * max((a for a in args if isinstance(a, int)), default=8))
+                _budget().fits(len(owner) + owner.count("\t") * max((a for a in args if isinstance(a, int)), default=8))
         elif name == "replace" and len(args) >= 2:
             _check_replace(owner, args[0], args[1])
-        elif name in ("translate", "maketrans"):
-            raise jinja2.exceptions.SecurityError(f"{name} is not available in chat templates")
-    elif isinstance(owner, int):
-        _check_widths((*args, *kwargs.values()))
+        elif name.endswith("strip") or name in ("rfind", "rindex", "rsplit", "rpartition"):
+            _check_pattern((*args, *kwargs.values()))
+    elif isinstance(owner, (int, float, bytes)):
+        raise jinja2.exceptions.SecurityError(f"{name} of a number is not available in chat templates")
 
 
 def _width(args: tuple, kwargs: dict) -> int:
@@ -333,6 +354,11 @@ def _check_widths(values) -> None:
             raise TemplateTooExpensive(
                 f"it asks for a width of {value}" if abs(value) < 10**12 else "it asks for a width"
             )
+
+
+def _check_pattern(values) -> None:
+    if any(isinstance(value, str) and len(value) > MAX_PATTERN for value in values):
+        raise TemplateTooExpensive(f"it searches for more than {MAX_PATTERN} characters from the right")
 
 
 def _check_replace(text: Any, old: Any, new: Any) -> None:
