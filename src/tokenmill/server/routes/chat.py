@@ -27,8 +27,15 @@ from ..protocol import (
 from ..state import Serving, serving_of
 
 # Names that mean something else to chat_to_ids, or that have a field of their own.
-NOT_TEMPLATE_VARIABLES = frozenset(
-    ["tokenizer", "messages", "tools", "template", "chat_template", "max_model_len", "add_generation_prompt", "continue_final_message"]
+NOT_TEMPLATE_VARIABLES = (
+    "tokenizer",
+    "messages",
+    "tools",
+    "template",
+    "chat_template",
+    "max_model_len",
+    "add_generation_prompt",
+    "continue_final_message",
 )
 
 
