@@ -24,6 +24,7 @@ def test_folder_and_gguf_give_the_same_weights(tmp_path, family):
     assert set(folder.weights) == set(file.weights)
     for name, weight in folder.weights.items():
         assert np.array_equal(decoded(weight), decoded(file.weights[name])), name
+    assert (folder.name, file.name) == ("m", "m")
     assert (folder.kind, file.kind) == ("hf", "gguf")
     assert (folder.folder, file.folder) == (folder.path, None)
     assert folder.metadata == {} and file.metadata["general.architecture"]
@@ -171,6 +172,12 @@ def test_wrong_shape_names_file_tensor_and_both_shapes(tmp_path):
 # ---- paths
 
 
+@pytest.mark.parametrize("path", ["", "x" * 5000, "a\0b", "~nobody-of-that-name/m", "/proc/self/mem", "/root/../etc"])
+def test_strange_paths_are_refused_too(path):
+    with pytest.raises(ModelFileError):
+        open_checkpoint(path)
+
+
 def test_paths_that_are_not_models(tmp_path):
     with pytest.raises(ModelFileError, match="does not exist"):
         open_checkpoint(tmp_path / "absent.gguf")
@@ -224,6 +231,11 @@ def test_a_billion_layers_cost_nothing(tmp_path):
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2_000_000_000}))
     with pytest.raises(ModelFileError, match="2000000000 layers"):
         open_checkpoint(folder)
+
+
+def test_the_name_of_the_folder_one_stands_in(tmp_path, monkeypatch):
+    monkeypatch.chdir(hf_folder(tmp_path / "mine", "llama"))
+    assert open_checkpoint(".").name == "mine"
 
 
 # ---- the digest

@@ -60,6 +60,8 @@ def test_pull_models_rm(run, tmp_path):
         (("pull", "smollm2-135m-instruct", "--revision", "main"), "belongs to hf: references"),
         (("rm", "nonsense"), "not among the fetched models"),
         (("pull", " "), "no model was named"),
+        (("pull", "x" * 5000), "no model"),
+        (("pull", "~nobody-of-that-name/m"), "no model"),
     ],
 )
 def test_one_clear_line(run, words, problem):

@@ -28,7 +28,8 @@ def act(what, ref, revision):
     try:
         if what == "pull":
             path = sources.resolve(ref, revision=revision or None)
-            return {"path": str(path), "tensors": len(open_checkpoint(path).weights)}
+            checkpoint = open_checkpoint(path)
+            return {"path": str(path), "tensors": len(checkpoint.weights), "name": checkpoint.name}
         if what == "list":
             return [model.name for model in sources.local_models()]
         return sources.remove(ref)
@@ -197,7 +198,7 @@ def test_the_hubs_own_settings(hub, tmp_path):
 
 def test_a_folder(call, hub, tmp_path, content):
     result = call("pull", "hf:org/folder")
-    assert result["tensors"] == 21
+    assert (result["tensors"], result["name"]) == (21, "org/folder")
     assert result["path"].startswith(str(tmp_path / "hf")) and COMMIT in result["path"]
     fetched = set(os.listdir(result["path"]))
     assert fetched == {name for name in content["org/folder"] if not name.endswith((".bin", ".py"))}

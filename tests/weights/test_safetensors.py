@@ -193,6 +193,10 @@ class TestShards:
         self.edit(folder, lambda names: names.update({"model.norm.weight": name}))
         self.fails(folder, "model.norm.weight", "own folder")
 
+    def test_index_names_a_file_too_long_to_exist(self, folder):
+        self.edit(folder, lambda names: names.update({"model.norm.weight": "x" * 5000}))
+        self.fails(folder, "lacks")
+
     @pytest.mark.parametrize("text", ["", "{}", "[]", '{"weight_map": []}', '{"weight_map": {}}', "<html>"])
     def test_index_is_nonsense(self, folder, text):
         (folder / INDEX).write_text(text)

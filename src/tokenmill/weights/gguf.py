@@ -14,6 +14,7 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import struct
 from collections.abc import Iterator, Mapping
@@ -314,7 +315,7 @@ def open_gguf(path: Path) -> tuple[Metadata, dict[str, TensorInfo], list[MappedF
 
     A split model's parts lie side by side as NAME-00001-of-00003.gguf; the keys split.* of each are checked.
     """
-    if path.is_dir():
+    if os.path.isdir(path):
         path = _first_in_folder(path)
     first = GGUFFile(path)
     number, count = _split_keys(first)
@@ -333,7 +334,7 @@ def open_gguf(path: Path) -> tuple[Metadata, dict[str, TensorInfo], list[MappedF
     tensors, files = dict(first.tensors), [first.file]
     for part in range(2, count + 1):
         part_path = path.with_name(f"{stem}-{part:05d}-of-{count:05d}.gguf")
-        if not part_path.exists():
+        if not os.path.exists(part_path):
             raise ModelFileError(f"{part_path} is missing: part {part} of {count} of this model")
         other = GGUFFile(part_path)
         total = first.metadata.get("split.tensors.count")
@@ -366,7 +367,10 @@ def _split_keys(part: GGUFFile) -> tuple[int, int | None]:
 
 
 def _first_in_folder(folder: Path) -> Path:
-    names = sorted(p.name for p in folder.iterdir() if p.name.endswith(".gguf") and not p.name.startswith("mmproj"))
+    try:
+        names = sorted(n for n in os.listdir(folder) if n.endswith(".gguf") and not n.startswith("mmproj"))
+    except OSError as e:
+        raise ModelFileError(f"{folder} cannot be read: {e.strerror}") from None
     firsts = [n for n in names if not (m := _SPLIT_NAME.fullmatch(n)) or int(m["no"]) == 1]
     if len(firsts) == 1:
         return folder / firsts[0]

@@ -8,6 +8,7 @@ needs the choice: a file's name, or a part of it that fits only one, such as Q4_
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +34,8 @@ def fetch(ref: str, revision: str | None = None) -> Path:
     import huggingface_hub
 
     huggingface_hub.logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        huggingface_hub.utils.disable_progress_bars()
     repo, wanted = parse(ref)
     with _hub_errors(ref):
         files, offline = _list_files(repo, revision)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -81,10 +82,10 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     Raises ModelFileError for a missing, cut, damaged or hostile file, UnsupportedModel for a sound one that tokenmill
     cannot run; the message names the file and the tensor or key.
     """
-    path = Path(path).expanduser()
-    if not path.exists():
+    path = Path(os.path.expanduser(path))
+    if not os.path.exists(path):
         raise ModelFileError(f"{path} does not exist")
-    if path.is_dir() and (path / "config.json").exists():
+    if os.path.exists(path / "config.json"):
         return _open_folder(path)
     if path.suffix in (".safetensors", ".json"):
         raise ModelFileError(f"{path} is one file of a Hugging Face folder; give the folder, {path.parent}")
@@ -137,7 +138,16 @@ def _open_folder(folder: Path) -> Checkpoint:
             if name.endswith("norm"):
                 weights[name] = names.as_f32(weight, plus=1.0)
     paths = [folder / "config.json", *(file.path for file in files)]
-    return Checkpoint(folder.name, folder, "hf", config, Weights(weights), {}, folder, paths, weights, files)
+    return Checkpoint(_folder_name(folder), folder, "hf", config, Weights(weights), {}, folder, paths, weights, files)
+
+
+def _folder_name(folder: Path) -> str:
+    """The folder's own name, or org/name of a snapshot in the hub's cache (models--org--name/snapshots/COMMIT)."""
+    folder = folder.absolute()
+    repository = folder.parent.parent.name
+    if folder.parent.name == "snapshots" and repository.startswith("models--"):
+        return repository.removeprefix("models--").replace("--", "/")
+    return folder.resolve().name
 
 
 def _read_config(path: Path) -> dict[str, Any]:

