@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .core import SamplingParams
@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 _HOMES = {"SamplingParams": "core", "LLM": "llm", "AsyncLLM": "llm", "RequestOutput": "llm"}
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     """Import on first use, so that `tokenmill --help` does not pay for numpy."""
     if name not in _HOMES:
         raise AttributeError(f"module 'tokenmill' has no attribute {name!r}")

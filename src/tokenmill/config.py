@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 from .errors import ConfigError
 
@@ -146,10 +147,13 @@ def resolve(config: EngineConfig, machine: Machine, model: ModelFacts) -> tuple[
     return ResolvedEngine(config, max_model_len, num_pages, threads), decisions
 
 
-def from_environment(config, environ: dict[str, str] | None = None):
+C = TypeVar("C", EngineConfig, ServerConfig)
+
+
+def from_environment(config: C, environ: dict[str, str] | None = None) -> C:
     """Apply TOKENMILL_<FIELD> variables to a config. An unreadable value is a ConfigError naming the variable."""
     environ = dict(os.environ) if environ is None else environ
-    changes = {}
+    changes: dict[str, Any] = {}
     for f in fields(config):
         text = environ.get(f"TOKENMILL_{f.name.upper()}")
         if text is None:

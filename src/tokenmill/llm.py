@@ -161,7 +161,7 @@ class _Tracked:
             )
         prompt_logprobs = self.state.prompt_logprobs
         if self._prompt_logprobs is None and prompt_logprobs and len(prompt_logprobs) == len(self.add.prompt_token_ids):
-            self._prompt_logprobs = [p and _logprob_dict(p) for p in self.state.describe_prompt()]
+            self._prompt_logprobs = [None if p is None else _logprob_dict(p) for p in self.state.describe_prompt()]
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
@@ -331,9 +331,7 @@ class LLM(_Front):
                         request_id = upcoming.add.request_id
                         live[request_id] = upcoming
                         room -= upcoming.add.params.n
-                        self._thread.submit(
-                            upcoming.add, lambda what, request_id=request_id: inbox.put((request_id, what))
-                        )
+                        self._thread.submit(upcoming.add, partial(_put, inbox, request_id))
                         upcoming = next(waiting, None)
                     request_id, what = inbox.get()
                     if isinstance(what, TokenmillError):
@@ -391,7 +389,7 @@ class AsyncLLM(_Front):
         shown = [(0, 0)] * one.add.params.n if kind is RequestOutputKind.DELTA else None
         engine_id = self._running[one.request_id] = one.add.request_id
         try:
-            self._thread.submit(one.add, partial(loop.call_soon_threadsafe, inbox.put_nowait))
+            self._thread.submit(one.add, lambda what: loop.call_soon_threadsafe(inbox.put_nowait, what))
             while not one.state.finished:
                 for what in [await inbox.get(), *_drain(inbox)]:
                     if isinstance(what, TokenmillError):
@@ -416,6 +414,10 @@ class AsyncLLM(_Front):
         """Its stream ends with finish_reason "abort". Unknown ids are ignored: it may have just finished."""
         if request_id in self._running:
             self._thread.abort(AbortRequest(self._running[request_id], None, FinishReason.ABORT))
+
+
+def _put(inbox: queue.SimpleQueue, request_id: str, what: list[TokenDelta] | TokenmillError) -> None:
+    inbox.put((request_id, what))
 
 
 def _drain(inbox: asyncio.Queue) -> Iterator[Any]:

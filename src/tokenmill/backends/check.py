@@ -125,8 +125,8 @@ def _difference(index: int, op: Op, output: int, inputs: tuple, got: np.ndarray,
     distance = np.abs(got.astype(np.float64) - wanted)
     row, column = np.unravel_index(np.argmax(distance), distance.shape)
     product = wanted - inputs[1] if op.name == "linear" and len(inputs) == 2 else wanted  # without the residual
-    size = np.linalg.norm(product.astype(np.float64))
-    slack = ROUNDING * np.linalg.norm(wanted.astype(np.float64)) if op.name in ("linear", "add") else 0.0
+    size = float(np.linalg.norm(product.astype(np.float64)))
+    slack = ROUNDING * float(np.linalg.norm(wanted.astype(np.float64))) if op.name in ("linear", "add") else 0.0
     missed = max(float(np.linalg.norm(distance)) - slack, 0.0)
     error = missed / size if size > 0 else (0.0 if missed == 0 else np.inf)
     if not np.isfinite(got).all() and np.isfinite(wanted).all():

@@ -179,8 +179,8 @@ def make_workload(
     if rate is None:
         return Workload(workload.name, workload.sessions, concurrency or workload.concurrency)
     clock = random.Random(seed)
-    arrival, sessions = 0.0, []
+    arrival, arriving = 0.0, []
     for session in workload.sessions:
-        sessions.append(Session(session.turns, arrival))
+        arriving.append(Session(session.turns, arrival))
         arrival += clock.expovariate(rate)
-    return Workload(workload.name, tuple(sessions), None)
+    return Workload(workload.name, tuple(arriving), None)

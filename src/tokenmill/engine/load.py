@@ -16,7 +16,7 @@ from ..weights.loader import Checkpoint, open_checkpoint
 from .engine import Engine
 from .messages import EngineReady
 
-Progress = Callable[[str, int, int], None]  # what is being done, bytes done, bytes in all
+Progress = Callable[[str, int, int | None], None]  # what is being done, bytes done, bytes in all
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,8 @@ PR_SET_PDEATHSIG = 1
 class EngineLike(Protocol):
     """What the loop needs of an engine. Owned by this one thread."""
 
-    has_work: bool
+    @property
+    def has_work(self) -> bool: ...
 
     def add(self, request: AddRequest) -> None: ...
     def abort(self, request: AbortRequest) -> None: ...

@@ -71,7 +71,7 @@ class EngineStream:
 
     def stop_choice(self, abort: AbortRequest) -> None:
         """A stop string matched: the engine need not go on with this choice. Later deltas of it are dropped."""
-        if abort.index in self._open.get(abort.request_id, ()):
+        if abort.index is not None and abort.index in self._open.get(abort.request_id, ()):
             self._client.abort(abort)
             self._finished(abort.request_id, abort.index)
 
