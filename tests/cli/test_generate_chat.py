@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.support.checkpoints import IM_END_ID, rigged_gguf, token_list
+from tokenmill.backends.check import LIMITS
 from tokenmill.cli.main import main
 
 IDS = {text: i for i, text in enumerate(token_list())}
@@ -70,6 +71,16 @@ def test_what_is_wrong_is_one_line(model, arguments, says):
     done = generate(model, *arguments)
     assert done.exit_code == 1 and done.stderr.startswith("Error: ") and says in done.stderr
     assert done.stderr.count("\n") == 1 and done.stdout == ""
+
+
+def test_check_runs_the_prompt_against_the_reference(model, monkeypatch):
+    done = generate(model, "in a", "--check")
+    assert (done.exit_code, done.stdout) == (0, "hello  world\n")
+    assert "agree with the reference" in done.stderr and "attention" in done.stderr
+    monkeypatch.setitem(LIMITS, "attention", -1.0)
+    done = generate(model, "in a", "--check")
+    assert done.exit_code == 1 and done.stdout == ""
+    assert "attention (layer 0, llama.py:" in done.stderr.replace("layer 1", "layer 0") and "differs by" in done.stderr
 
 
 def test_system_needs_chat(model):

@@ -13,7 +13,7 @@ import click
 from ..config import EngineConfig
 from ..core import SamplingParams
 from ..errors import TokenmillError
-from .options import given, options_of, sampling_from
+from .options import config_from, given, options_of, sampling_from
 from .progress import download_progress
 
 
@@ -21,10 +21,11 @@ from .progress import download_progress
 @click.argument("prompt", required=False)
 @click.option("--chat", is_flag=True, help="Put the prompt through the model's chat template, as a user's message.")
 @click.option("--system", help="System message, with --chat.")
+@click.option("--check", is_flag=True, help="First run the prompt op by op against the reference.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object with texts, token ids and counts; no streaming.")
 @options_of(SamplingParams)
 @options_of(EngineConfig, skip=("seed",))
-def generate(prompt: str | None, chat: bool, system: str | None, as_json: bool, **values: Any) -> None:
+def generate(prompt: str | None, chat: bool, system: str | None, check: bool, as_json: bool, **values: Any) -> None:
     """Complete PROMPT, or what stdin holds (PROMPT absent or "-"), and exit."""
     if system is not None and not chat:
         raise click.UsageError("--system needs --chat")
@@ -36,12 +37,26 @@ def generate(prompt: str | None, chat: bool, system: str | None, as_json: bool, 
     settings = given(EngineConfig, {k: v for k, v in values.items() if k != "seed"})
     from ..llm import AsyncLLM
 
+    if check:
+        _check(settings, prompt)
     with download_progress() as progress:
         llm = AsyncLLM(progress=progress, **settings)
     try:
         asyncio.run(_generate(llm, prompt, params, chat, system, as_json))
     finally:
         llm.close()
+
+
+def _check(settings: dict[str, Any], prompt: str) -> None:
+    from ..models.registry import build_model
+    from ..weights.loader import open_checkpoint
+    from ..weights.sources import resolve
+    from .check import check_model
+
+    config = config_from(EngineConfig, settings)
+    with download_progress() as progress:
+        checkpoint = open_checkpoint(resolve(config.model, revision=config.revision, progress=progress))
+    check_model(config, checkpoint, build_model(checkpoint.config, checkpoint.weights).program, prompt)
 
 
 async def _generate(

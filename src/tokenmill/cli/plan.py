@@ -135,6 +135,7 @@ def make_plan(
     "--peak", type=click.FloatRange(0, min_open=True), help="GFLOP/s. Default: numpy's float32 product, measured."
 )
 @click.option("--ops", "show_ops", is_flag=True, help="Also list the program, op by op.")
+@click.option("--check", is_flag=True, help="Then load it and compare every op with the reference, on a short prompt.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @options_of(EngineConfig, skip=("model", "seed"))
 def plan(
@@ -143,6 +144,7 @@ def plan(
     bandwidth: float | None,
     peak: float | None,
     show_ops: bool,
+    check: bool,
     as_json: bool,
     **values: Any,
 ) -> None:
@@ -173,10 +175,12 @@ def plan(
     )
     if as_json:
         click.echo(json.dumps({**asdict(made), "decisions": [list(d) for d in decisions]}, indent=1))
-        return
-    click.echo(format_plan(made, decisions))
-    if show_ops:
-        click.echo(f"\n{program}")
+    else:
+        click.echo(format_plan(made, decisions) + (f"\n\n{program}" if show_ops else ""))
+    if check:
+        from .check import check_model
+
+        check_model(config, checkpoint, program)
 
 
 def format_plan(plan: Plan, decisions: list[tuple[str, str]]) -> str:
