@@ -37,7 +37,7 @@ def endless(tmp_path_factory) -> Iterator[Server]:
     path = rigged_gguf(
         tmp_path_factory.mktemp("endless") / "endless.gguf", ids_of(TEXT), then=None, context_length=100_000
     )
-    with serving(path, *QUICK, "--max-num-seqs", "1", "--max-waiting", "2") as server:
+    with serving(path, *QUICK, "--max-num-seqs", "1", "--max-waiting", "2", "--write-seconds", "2") as server:
         yield server
 
 

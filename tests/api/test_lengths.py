@@ -58,7 +58,7 @@ def test_they_are_refused_while_the_server_is_busy(endless):
 class TestMaxTokens:
     """Absent or null: to the context's edge (completions: OpenAI's 16). More than the room: cut to it."""
 
-    @pytest.fixture(scope="class")
+    @pytest.fixture
     def prompt_tokens(self, rigged):
         return rigged.chat("x", max_tokens=1)["usage"]["prompt_tokens"]
 

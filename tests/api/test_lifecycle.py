@@ -300,6 +300,21 @@ def test_it_writes_no_file(rigged_path):
         process.stdout.close()
 
 
+def test_more_connections_than_allowed_are_closed_at_once(rigged_path):
+    with serving(rigged_path, *DOUBLE, *QUICK, "--max-connections", "5") as server:
+        held = [server.connect() for _ in range(5)]
+        assert eventually(lambda: read_all(server.connect(), 5) == b"")
+        for sock in held:
+            sock.close()
+        assert eventually(lambda: b"200 OK" in fetch(server, b"/health"))
+
+
+def fetch(server: Server, path: bytes) -> bytes:
+    sock = server.connect()
+    sock.sendall(b"GET " + path + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    return read_all(sock)
+
+
 def test_names(rigged_path):
     with serving(rigged_path, *DOUBLE, "--served-model-name", "one", "--served-model-name", "two") as server:
         assert server.names == ["one", "two"]

@@ -59,7 +59,7 @@ class Generation:
             self.stream = serving.engine.submit([prompt.add for prompt in prompts])
         except TokenmillError as error:
             if error.status == 429:
-                serving.metrics.rejected.inc()
+                serving.metrics.rejected += 1
             raise
         self._by_id = {prompt.add.request_id: prompt for prompt in prompts}
         self._unfinished = sum(len(prompt.choices) for prompt in prompts)
@@ -70,7 +70,7 @@ class Generation:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self.stream.close()
         left = not self.failed and (error is None or isinstance(error, (ClientDisconnected, asyncio.CancelledError)))
-        self.serving.metrics.finished[FinishReason.ABORT if left else FinishReason.ERROR].inc(self._unfinished)
+        self.serving.metrics.finished[FinishReason.ABORT if left else FinishReason.ERROR] += self._unfinished
         self._unfinished = 0
 
     @property
@@ -82,6 +82,8 @@ class Generation:
         out: list[tuple[Prompt, ChoiceDelta]] = []
         while not out and self._unfinished:
             deltas = await self.stream.next()
+            if not deltas:
+                raise TokenmillError("the engine ended this request without saying how")
             now = time.monotonic()
             for delta in deltas:
                 prompt = self._by_id[delta.request_id]
@@ -102,11 +104,9 @@ class Generation:
         new, i, metrics = len(delta.token_ids), delta.index, self.serving.metrics
         if not new:
             return
-        metrics.generation_tokens.inc(new)
+        metrics.generation_tokens += new
         if prompt.first_token_times[i]:
-            gap = (now - prompt.last_token_times[i]) / new
-            for _ in range(new):
-                metrics.inter_token_latency.observe(gap)
+            metrics.inter_token_latency.observe((now - prompt.last_token_times[i]) / new, new)
         else:
             prompt.first_token_times[i] = now
             metrics.time_to_first_token.observe(now - self.arrival)
@@ -114,7 +114,7 @@ class Generation:
                 metrics.queue_time.observe(max(0.0, delta.first_scheduled_time - self.arrival))
             if i == 0:
                 prompt.num_cached_tokens = delta.num_cached_tokens
-                metrics.prompt_tokens.inc(prompt.num_tokens)
+                metrics.prompt_tokens += prompt.num_tokens
                 metrics.request_prompt_tokens.observe(prompt.num_tokens)
         prompt.last_token_times[i] = now
 
@@ -122,7 +122,7 @@ class Generation:
         metrics, i, count = self.serving.metrics, changed.index, changed.num_output_tokens
         assert changed.finish_reason is not None
         self._unfinished -= 1
-        metrics.finished[changed.finish_reason].inc()
+        metrics.finished[changed.finish_reason] += 1
         metrics.e2e_latency.observe(now - self.arrival)
         metrics.request_generation_tokens.observe(count)
         if count > 1:

@@ -21,6 +21,8 @@ from ..errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+SEND_BUFFER_BYTES = 1 << 17
+
 
 def bind(host: str, port: int) -> list[socket.socket]:
     """Listening sockets for every address `host` has, so that the port is ours from here on.
@@ -107,6 +109,8 @@ def make_protocol(config: ServerConfig, error_body: Callable[[int, str], bytes])
                 return
             sock = transport.get_extra_info("socket")
             with contextlib.suppress(OSError, AttributeError):
+                # What a slow reader can make the kernel hold; left alone it would grow to megabytes a connection.
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
                 # Bytes a peer does not take (or a peer that vanished) end the connection, also after close().
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(config.write_seconds * 1000))
             self._wait_for_headers()
