@@ -4,17 +4,22 @@ import json
 import sys
 
 import pytest
+from click.testing import CliRunner
 
+from tests.support.checkpoints import gguf_file
 from tokenmill.bench.engine import (
     DECODE,
     PREFILL_512,
     Case,
     LlamaCppRunner,
     Timing,
+    TokenmillRunner,
     longest_sequence,
     run_cases,
     streams_case,
 )
+from tokenmill.cli.main import main
+from tokenmill.config import EngineConfig
 from tokenmill.errors import ConfigError, SetupError
 
 
@@ -84,3 +89,40 @@ def test_a_peer_that_cannot_run_is_named(tmp_path):
 def test_without_llama_cpp_the_message_says_so(tmp_path):
     with pytest.raises(SetupError, match="llama"):
         LlamaCppRunner(tmp_path / "m.gguf", threads=1, max_tokens=64, max_seqs=2)
+
+
+def test_the_command_measures_a_model_in_this_process(tmp_path):
+    model = gguf_file(tmp_path / "tiny.gguf", "llama")
+    done = CliRunner().invoke(
+        main,
+        f"bench throughput {model} --streams 3 --input-tokens 20 --output-tokens 5 --repeat 2 --num-threads 1 "
+        f"--kv-cache-bytes 4000000 --output-dir {tmp_path / 'out'}",
+        catch_exceptions=False,
+    )
+    assert done.exit_code == 0 and "3 streams of 20+5" in done.output
+    (path,) = (tmp_path / "out").glob("throughput-*.json")
+    result = json.loads(path.read_text())
+    assert [r["round"] for r in result["rounds"]] == [0, 1] and result["medians"][0]["tokenmill"] > 0
+    assert result["bandwidth_bytes_per_s"] > 1e8 and result["machine"]["cores"] >= 1
+    assert path.with_suffix(".png").exists()
+
+
+def test_our_runner_writes_exactly_what_is_asked_and_caches_nothing(tmp_path):
+    runner = TokenmillRunner(
+        EngineConfig(model=str(gguf_file(tmp_path / "tiny.gguf", "llama")), num_threads=1, kv_cache_bytes=4 << 20)
+    )
+    for _ in range(2):
+        timing = runner.generate([list(range(50)), list(range(60))], 7)
+        assert 0 < timing.first <= timing.finished
+    stats = runner.loaded.engine.stats()
+    assert stats.prefix_cache_hits == 0 and stats.generation_tokens == 2 * 2 * 7
+    runner.close()
+
+
+def test_what_the_engine_benchmark_cannot_do_is_one_line(tmp_path):
+    model = gguf_file(tmp_path / "tiny.gguf", "llama", max_position_embeddings=256)
+    for options, says in (("--against vllm", "knows llama-cpp"), ("", "a case needs 2049 tokens")):
+        done = CliRunner().invoke(
+            main, f"bench latency {model} {options} --num-threads 1 --kv-cache-bytes 4000000 --output-dir {tmp_path}"
+        )
+        assert done.exit_code == 1 and says in done.stderr and not list(tmp_path.glob("*.json"))

@@ -246,6 +246,9 @@ def run_engine_bench(
     progress: Callable[[str], None] = lambda text: None,
 ) -> dict:
     """Load ours, start the peers on the same file with the same threads, run the cases. Raises SetupError."""
+    for name in against:
+        if name != LlamaCppRunner.name:
+            raise ConfigError(f"--against {name!r}: the engine benchmark knows {LlamaCppRunner.name}")
     longest = longest_sequence(cases)
     config = replace(config, max_num_seqs=max(config.max_num_seqs, *(case.streams for case in cases)))
     progress("loading tokenmill")
@@ -256,8 +259,6 @@ def run_engine_bench(
         if longest > ours.loaded.resolved.max_model_len:
             raise ConfigError(f"a case needs {longest} tokens; the context is {ours.loaded.resolved.max_model_len}")
         for name in against:
-            if name != LlamaCppRunner.name:
-                raise ConfigError(f"--against {name!r}: the engine benchmark knows {LlamaCppRunner.name}")
             if ours.loaded.checkpoint.kind != "gguf":
                 raise ConfigError("llama-cpp reads GGUF files only; give a GGUF model")
             progress(f"starting {name}")
