@@ -18,7 +18,7 @@ FLOORS = [
     {"text", "grammar", "spec", "lora", "sampling", "weights", "cache"},
     {"engine"},
     {"cluster"},
-    {"server", "llm"},
+    {"server", "llm", "outputs"},
     {"platform"},
     {"bench"},
     {"cli"},

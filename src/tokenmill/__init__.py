@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .core import SamplingParams
-    from .llm import LLM, AsyncLLM, RequestOutput
+    from .llm import LLM, AsyncLLM
+    from .outputs import RequestOutput
 
 __all__ = ["LLM", "AsyncLLM", "RequestOutput", "SamplingParams", "__version__"]
 __version__ = "0.1.0"
 
-_HOMES = {"SamplingParams": "core", "LLM": "llm", "AsyncLLM": "llm", "RequestOutput": "llm"}
+_HOMES = {"SamplingParams": "core", "LLM": "llm", "AsyncLLM": "llm", "RequestOutput": "outputs"}
 
 
 def __getattr__(name: str) -> Any:

@@ -9,7 +9,7 @@ from tests.llm.test_llm import GREEDY, HELLO, IDS, SMALL
 from tests.support.checkpoints import gguf_file, rigged_gguf
 from tokenmill import AsyncLLM, SamplingParams
 from tokenmill.errors import EngineUnavailable, InvalidRequest, Overloaded
-from tokenmill.llm import RequestOutputKind
+from tokenmill.outputs import RequestOutputKind
 
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.checkpoints import gguf_file
 from tokenmill import AsyncLLM, SamplingParams
-from tokenmill.llm import RequestOutputKind
+from tokenmill.outputs import RequestOutputKind
 
 REQUESTS = 500
 LONGEST = 2048

@@ -125,7 +125,7 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": "".join(said)})
 
     async def reply(self, said: list[str]) -> None:
-        from ..llm import RequestOutputKind
+        from ..outputs import RequestOutputKind
 
         started = time.monotonic()
         first = None

@@ -62,7 +62,7 @@ def _check(settings: dict[str, Any], prompt: str) -> None:
 async def _generate(
     llm: Any, prompt: str, params: SamplingParams, chat: bool, system: str | None, as_json: bool
 ) -> None:
-    from ..llm import RequestOutputKind
+    from ..outputs import RequestOutputKind
 
     stream = params.n == 1 and not as_json
     kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
