@@ -116,6 +116,11 @@ def test_what_is_not_given_is_the_default_of_the_command_then_of_the_class():
     assert sampling_from(parse(SamplingParams, "--max-tokens", "9"), max_tokens=256) == SamplingParams(max_tokens=9)
 
 
+def test_help_shows_the_commands_own_defaults():
+    assert "Most tokens to write. [default: 256]" in " ".join(run("generate", "--help").output.split())
+    assert "0 is greedy. [default: 0.7]" in " ".join(run("chat", "--help").output.split())
+
+
 def test_the_command_line_wins_over_the_environment(monkeypatch):
     monkeypatch.setenv("TOKENMILL_MAX_NUM_SEQS", "3")
     monkeypatch.setenv("TOKENMILL_MAX_MODEL_LEN", "77")

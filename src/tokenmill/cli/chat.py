@@ -19,17 +19,18 @@ from ..errors import ContextLengthExceeded, TokenmillError
 from .options import given, options_of, sampling_from
 from .progress import download_progress
 
+DEFAULTS = {"temperature": 0.7, "max_tokens": None}  # to the context's edge
 HELP = "/reset starts anew, /system TEXT sets the system message, /exit or Ctrl-D leaves; Ctrl-C stops a reply"
 
 
 @click.command()
 @click.argument("model", required=False)
 @click.option("--system", help="System message.")
-@options_of(SamplingParams, skip=("n", "logprobs", "prompt_logprobs"))
+@options_of(SamplingParams, skip=("n", "logprobs", "prompt_logprobs"), defaults=DEFAULTS)
 @options_of(EngineConfig, skip=("model", "seed"))
 def chat(model: str | None, system: str | None, **values: Any) -> None:
     """Talk to MODEL. Lines piped in are turns; the replies go to stdout."""
-    params = sampling_from(values, max_tokens=None)
+    params = sampling_from(values, **DEFAULTS)
     settings = given(EngineConfig, {k: v for k, v in values.items() if k != "seed"})
     from ..llm import AsyncLLM
 

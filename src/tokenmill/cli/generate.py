@@ -16,6 +16,8 @@ from ..errors import TokenmillError
 from .options import config_from, given, options_of, sampling_from
 from .progress import download_progress
 
+DEFAULTS = {"max_tokens": 256}
+
 
 @click.command()
 @click.argument("prompt", required=False)
@@ -23,7 +25,7 @@ from .progress import download_progress
 @click.option("--system", help="System message, with --chat.")
 @click.option("--check", is_flag=True, help="First run the prompt op by op against the reference.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object with texts, token ids and counts; no streaming.")
-@options_of(SamplingParams)
+@options_of(SamplingParams, defaults=DEFAULTS)
 @options_of(EngineConfig, skip=("seed",))
 def generate(prompt: str | None, chat: bool, system: str | None, check: bool, as_json: bool, **values: Any) -> None:
     """Complete PROMPT, or what stdin holds (PROMPT absent or "-"), and exit."""
@@ -33,7 +35,7 @@ def generate(prompt: str | None, chat: bool, system: str | None, check: bool, as
         if prompt is None and sys.stdin.isatty():
             raise click.UsageError("give a PROMPT, or pipe one in")
         prompt = sys.stdin.read()
-    params = sampling_from(values, max_tokens=256)
+    params = sampling_from(values, **DEFAULTS)
     settings = given(EngineConfig, {k: v for k, v in values.items() if k != "seed"})
     from ..llm import AsyncLLM
 

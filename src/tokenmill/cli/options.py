@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import click
@@ -86,12 +87,12 @@ def _parse_json_object(ctx: click.Context, param: click.Parameter, text: str | N
         raise click.BadParameter("expected a JSON object of token id to number") from None
 
 
-def _option(cls: type, field: dataclasses.Field) -> Callable:
+def _option(cls: type, field: dataclasses.Field, default: Any) -> Callable:
     flag = "--" + field.name.replace("_", "-")
     kind = str(field.type)
     text = HELP[cls][field.name]
-    if field.default not in (None, (), dataclasses.MISSING):
-        text += f"  [default: {str(field.default).lower() if isinstance(field.default, bool) else field.default}]"
+    if default not in (None, ()):
+        text += f"  [default: {str(default).lower() if isinstance(default, bool) else default}]"
     if kind == "bool":
         return click.option(f"{flag}/--no-{flag[2:]}", default=None, help=text)
     if kind.startswith("dict"):
@@ -101,13 +102,18 @@ def _option(cls: type, field: dataclasses.Field) -> Callable:
     return click.option(flag, type=base, default=None, multiple=many, help=text)
 
 
-def options_of(cls: type, *, skip: Collection[str] = ()) -> Callable[[Callable], Callable]:
-    """Decorator: one option for each field of a config dataclass, in the order of its fields."""
+def options_of(
+    cls: type, *, skip: Collection[str] = (), defaults: Mapping[str, Any] = MappingProxyType({})
+) -> Callable[[Callable], Callable]:
+    """Decorator: one option for each field of a config dataclass, in the order of its fields.
+
+    `defaults`: what the command itself takes where nothing is given, for the help; hand the same to sampling_from().
+    """
 
     def add(function: Callable) -> Callable:
         for field in reversed(dataclasses.fields(cls)):
             if field.name not in skip:
-                function = _option(cls, field)(function)
+                function = _option(cls, field, defaults.get(field.name, field.default))(function)
         return function
 
     return add
