@@ -370,3 +370,13 @@ def test_the_queue_is_bounded_and_ids_are_unique():
     assert engine.stats().num_waiting + engine.stats().num_gated == 3
     everything(engine)
     assert engine.stats().num_waiting == engine.stats().num_gated == engine.stats().num_running == 0
+
+
+@BOTH
+def test_a_request_that_needs_every_page_does_without_the_copy_of_a_partly_shared_one(overlap):
+    """8 pages: five are matched, a sixth would be copied, and the request needs all but the copy's source."""
+    prompt = prompts(1, 115)[0]
+    got = run([ask(prompt[:85], max_tokens=1), ask(prompt[:83] + [1] * 32, at_step=8)], num_pages=8, overlap=overlap)
+    assert got[1].num_cached_tokens == 80
+    got = run([ask(prompt[:85], max_tokens=1), ask(prompt[:83] + [1] * 4, at_step=8)], num_pages=8, overlap=overlap)
+    assert got[1].num_cached_tokens == 83

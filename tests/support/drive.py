@@ -18,6 +18,7 @@ from tokenmill.engine.engine import Engine
 from tokenmill.engine.messages import AbortRequest, AddRequest, EngineStats, TokenDelta
 
 MAX_STEPS = 200_000
+FORCED_PREEMPTIONS = 40  # of one drive(); without an end, short chunks would never get through a prompt
 
 
 @dataclass
@@ -137,7 +138,8 @@ def drive(
         for name, when in aborts:
             if when == step:
                 engine.abort(AbortRequest(name))
-        if preempt_every and step % preempt_every == preempt_every - 1 and engine.scheduler.running:
+        forced = preempt_every and step % preempt_every == preempt_every - 1
+        if forced and step < FORCED_PREEMPTIONS * preempt_every and engine.scheduler.running:
             engine.scheduler.preempt_last()
         for delta in engine.step():
             replies[names[delta.request_id], delta.index].take(delta)

@@ -59,6 +59,12 @@ class Lease:
             self.pool.release((self.source,))
             self.source = -1
 
+    def give_up_copy(self) -> None:
+        """Do without the copy: let go of `source` and of the page it was for, so keep whole matched pages only."""
+        if self.source >= 0:
+            self.copied()
+            self.pool.release((self.pages.pop(),))
+
     def release(self) -> None:
         """Give every page back. The lease is empty afterwards."""
         self.copied()

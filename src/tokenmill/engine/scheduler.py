@@ -171,8 +171,8 @@ class Scheduler:
     def _make_room(self, request: Request, end: int) -> bool:
         """Pages for positions up to `end`, preempting from the end of the order. False: not in this step."""
         while not request.lease.extend(end):
-            if self.pool.returning:
-                return False
+            if self.pool.returning or request.lease.source >= 0:
+                return False  # what the step in flight gives back will do
             if self.preempt_last() is request:
                 return False
         return True
@@ -228,12 +228,18 @@ class Scheduler:
             if limit > 0:
                 tokens = request.prompt_token_ids + request.output_token_ids
                 lease, cached = self.tree.match(request.namespace, tokens, limit)
-        needed = -(-request.num_tokens // self.pool.page_size) - len(lease.pages)
-        if needed + headroom > self.pool.num_available or not lease.extend(request.num_tokens):
-            lease.release()
-            return None
+        if not self._fits(request, lease, headroom):
+            lease.give_up_copy()  # its source is a page more than the request needs: perhaps the one that is missing
+            cached = lease.num_inserted
+            if not self._fits(request, lease, headroom):
+                lease.release()
+                return None
         request.lease = lease
         return cached
+
+    def _fits(self, request: Request, lease: Lease, headroom: int) -> bool:
+        needed = -(-request.num_tokens // self.pool.page_size) - len(lease.pages)
+        return needed + headroom <= self.pool.num_available and lease.extend(request.num_tokens)
 
     def _first_admission(self, request: Request, cached: int) -> None:
         request.num_cached_tokens = cached
