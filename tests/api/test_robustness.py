@@ -126,6 +126,19 @@ class TestHuge:
         )
         assert answer.status_code == 413 and error_of(answer)["code"] == "request_too_large"
 
+    def test_many_large_bodies_at_once_are_bounded_in_sum(self, double):
+        """32 full-sized ones may be read together."""
+        sockets = [double.connect() for _ in range(40)]
+        with contextlib.suppress(OSError):
+            for sock in sockets:
+                sock.sendall(
+                    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 199999\r\n\r\n" + b" " * 190_000
+                )
+        answers = [read_all(sock) for sock in sockets]
+        statuses = {int(raw.split(b" ")[1]) for raw in answers if raw}
+        assert statuses == {408, 429}
+        assert quick_request(double) < 1
+
     @pytest.mark.parametrize("head", [b"GET / HTTP/1.1\r\nHost: x\r\nX: ", b"GET /", b"GET / HTTP/1.1\r\n"])
     def test_headers_without_end_are_a_431(self, double, head):
         before = rss(double.process.pid)

@@ -15,35 +15,59 @@ import msgspec
 from starlette.requests import Request
 
 from ..config import ServerConfig
-from ..errors import InvalidRequest, RequestTooLarge
+from ..errors import InvalidRequest, Overloaded, RequestTooLarge
 from .errors import ClientDisconnected, RequestTimeout, UnsupportedMediaType
 
 T = TypeVar("T")
 _WHERE = re.compile(r"^(.*?)(?: - at (?:`key` in )?`\$\.?(.*)`)?$", re.DOTALL)  # msgspec's own way of saying it
 
+BODIES_AT_ONCE = 32  # full-sized ones that may be in memory together
+SMALL_BODY = 1 << 20  # bytes; a larger one that is no JSON is not looked at twice
 
-async def read_body(request: Request, config: ServerConfig) -> bytes:
-    """The whole body. Raises RequestTooLarge (before reading where the length is promised), RequestTimeout."""
-    too_large = RequestTooLarge(f"the body is larger than {config.max_body_bytes} bytes")
-    promised = request.headers.get("content-length", "")
-    if promised.isdigit() and int(promised) > config.max_body_bytes:
-        raise too_large
-    chunks, size = [], 0
-    try:
-        async with asyncio.timeout(config.body_seconds):
-            more = True
-            while more:
-                message = await request.receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientDisconnected("the client left")
-                chunk, more = message.get("body", b""), message.get("more_body", False)
-                size += len(chunk)
-                if size > config.max_body_bytes:
-                    raise too_large
-                chunks.append(chunk)
-    except TimeoutError:
-        raise RequestTimeout(f"the body took more than {config.body_seconds:g} s") from None
-    return b"".join(chunks)
+
+class Bodies:
+    """Reads bodies within a size, a time, and a sum over all that are being read: many large ones at once are refused
+    before they fill the memory."""
+
+    def __init__(self, config: ServerConfig):
+        self.config = config
+        self.room = BODIES_AT_ONCE * config.max_body_bytes  # bytes
+
+    async def read_json(self, request: Request, decoder: msgspec.json.Decoder[T]) -> T:
+        """The body as the decoder's type. Raises InvalidRequest with the field's name, and what _read raises."""
+        check_media_type(request)
+        chunks: list[bytes] = []
+        try:
+            await self._read(request, chunks)
+            return decode(b"".join(chunks), decoder)
+        finally:
+            self.room += sum(map(len, chunks))
+
+    async def _read(self, request: Request, chunks: list[bytes]) -> None:
+        """Raises RequestTooLarge (before reading, where the length is promised), RequestTimeout, Overloaded."""
+        limit = self.config.max_body_bytes
+        too_large = RequestTooLarge(f"the body is larger than {limit} bytes")
+        promised = request.headers.get("content-length", "")
+        if promised.isdigit() and int(promised) > limit:
+            raise too_large
+        size = 0
+        try:
+            async with asyncio.timeout(self.config.body_seconds):
+                more = True
+                while more:
+                    message = await request.receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientDisconnected("the client left")
+                    chunk, more = message.get("body", b""), message.get("more_body", False)
+                    size += len(chunk)
+                    if size > limit:
+                        raise too_large
+                    if len(chunk) > self.room:
+                        raise Overloaded("too many large bodies are being read")
+                    self.room -= len(chunk)
+                    chunks.append(chunk)
+        except TimeoutError:
+            raise RequestTimeout(f"the body took more than {self.config.body_seconds:g} s") from None
 
 
 def check_media_type(request: Request) -> None:
@@ -54,12 +78,6 @@ def check_media_type(request: Request) -> None:
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding != "identity":
         raise UnsupportedMediaType(f"content-encoding is {coding[:100]!r}; send the body uncompressed")
-
-
-async def read_json(request: Request, decoder: msgspec.json.Decoder[T], config: ServerConfig) -> T:
-    """The body as the decoder's type. Raises InvalidRequest with the field's name."""
-    check_media_type(request)
-    return decode(await read_body(request, config), decoder)
 
 
 def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
@@ -75,7 +93,7 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
             where = missing[1]
         raise InvalidRequest(f"{where}: {text}" if where else text, param=where or None) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        field = _non_finite_field(body)
+        field = _non_finite_field(body) if len(body) <= SMALL_BODY else None
         if field is not None:
             raise InvalidRequest(f"{field}: not a finite number", param=field) from None
         raise InvalidRequest(f"the body is not valid JSON: {str(error)[:200]}") from None

@@ -126,6 +126,7 @@ class EngineClient:
         self.streams: dict[str, EngineStream] = {}  # by the engine's request id
         self.num_live = 0  # sequences accepted and not finished
         self.num_restarts = 0
+        self.num_rejected = 0  # requests that found the queue full
         self.on_gone: Callable[[EngineGone], None] = lambda gone: None
         self._past = EngineStats()  # counters of engines that died
         # The queue is bounded here, where a client can be told at once; the engine's own bound only has to let through
@@ -185,18 +186,23 @@ class EngineClient:
 
     def submit(self, adds: list[AddRequest]) -> EngineStream:
         """Queue validated requests, all or none. Raises Overloaded, EngineUnavailable, InvalidRequest (never fits)."""
-        self.check_ready()
         wanted = sum(add.params.n for add in adds)
-        if wanted > self.capacity:
-            raise InvalidRequest(f"{wanted} sequences in one request; this server takes {self.capacity}", param="n")
-        if self.num_live + wanted > self.capacity:
-            raise Overloaded(f"the queue is full: {self.config.max_waiting} sequences may wait", retry_after=1)
+        self.check_room(wanted)
         stream = EngineStream(self, adds)
         self.num_live += wanted
         for add in adds:
             self.streams[add.request_id] = stream
             self._supervisor.send(add)
         return stream
+
+    def check_room(self, wanted: int) -> None:
+        """Raises what submit() would raise for so many sequences: ask before doing work for them."""
+        self.check_ready()
+        if wanted > self.capacity:
+            raise InvalidRequest(f"{wanted} sequences in one request; this server takes {self.capacity}", param="n")
+        if self.num_live + wanted > self.capacity:
+            self.num_rejected += 1
+            raise Overloaded(f"the queue is full: {self.config.max_waiting} sequences may wait", retry_after=1)
 
     def abort(self, message: AbortRequest) -> None:
         self._supervisor.send(message)

@@ -55,12 +55,7 @@ class Generation:
         self.arrival = time.monotonic()
         for prompt in prompts:
             prompt.add.arrival_time = self.arrival
-        try:
-            self.stream = serving.engine.submit([prompt.add for prompt in prompts])
-        except TokenmillError as error:
-            if error.status == 429:
-                serving.metrics.rejected += 1
-            raise
+        self.stream = serving.engine.submit([prompt.add for prompt in prompts])
         self._by_id = {prompt.add.request_id: prompt for prompt in prompts}
         self._unfinished = sum(len(prompt.choices) for prompt in prompts)
 

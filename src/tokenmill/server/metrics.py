@@ -49,7 +49,6 @@ class Metrics:
         self.model_name = model_name
         self.prompt_tokens = 0  # of requests that got a first token
         self.generation_tokens = 0
-        self.rejected = 0
         self.finished = dict.fromkeys(FinishReason, 0)
         self.time_to_first_token = Histogram(FIRST_TOKEN)
         self.inter_token_latency = Histogram(PER_TOKEN)
@@ -92,7 +91,7 @@ class Metrics:
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_cache_queries),
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_cache_hits),
             ("num_preemptions", "Sequences preempted.", stats.num_preemptions),
-            ("request_rejected", "Requests refused because the queue was full.", self.rejected),
+            ("request_rejected", "Requests refused because the queue was full.", self.client.num_rejected),
             ("engine_steps", "Steps the engine ran.", stats.num_steps),
             ("engine_busy_seconds", "Seconds the engine spent in steps.", stats.busy_seconds),
             ("engine_restarts", "Times the engine process was started again.", self.client.num_restarts),

@@ -187,6 +187,7 @@ def make_http(app: Any, config: ServerConfig) -> Any:
             log_config=None,
             access_log=False,
             server_header=False,
+            proxy_headers=False,
             backlog=2048,
             timeout_graceful_shutdown=int(config.drain_seconds) + 3,
         )

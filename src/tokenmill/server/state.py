@@ -19,11 +19,13 @@ from starlette.requests import Request
 from ..config import ServerConfig
 from ..core import SamplingParams
 from ..engine.messages import AddRequest
-from ..errors import ConfigError, EngineUnavailable, InvalidRequest, ModelNotFound
+from ..errors import ConfigError, EngineUnavailable, InvalidRequest, ModelNotFound, Overloaded
+from .body import Bodies
 from .client import EngineClient
 from .metrics import Metrics
 
 T = TypeVar("T")
+MAX_IN_POOL = 128  # texts that may wait for it
 LONG_TEXT = 4000  # characters; below it tokenising takes under 2 ms
 
 
@@ -48,7 +50,9 @@ class Serving:
         self.tokenizer: Any = None
         self.metrics = Metrics(engine, self.names[0])
         self.created = int(time.time())
+        self.bodies = Bodies(config)
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="tokenise")
+        self._num_in_pool = 0
         self._numbers = itertools.count(1)
         self._run = secrets.token_hex(4)  # ids of one run of the server never equal another's
 
@@ -78,10 +82,16 @@ class Serving:
         return f"{self._run}{next(self._numbers):08x}"
 
     async def in_pool(self, size: int, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Run here when `size` (characters) is small, else in the pool."""
+        """Run here when `size` (characters) is small, else in the pool. Raises Overloaded where that has too much."""
         if size < LONG_TEXT:
             return function(*args, **kwargs)
-        return await asyncio.get_running_loop().run_in_executor(self._pool, lambda: function(*args, **kwargs))
+        if self._num_in_pool >= MAX_IN_POOL:
+            raise Overloaded("too many long texts are being tokenised")
+        self._num_in_pool += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, lambda: function(*args, **kwargs))
+        finally:
+            self._num_in_pool -= 1
 
     def make_add(
         self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, *, param: str

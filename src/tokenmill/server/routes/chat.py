@@ -10,7 +10,6 @@ from starlette.requests import Request
 from ...errors import ContextLengthExceeded, InvalidRequest
 from ...text.chat import chat_to_ids
 from ...text.output import ChoiceDelta
-from ..body import read_json
 from ..generation import Generation, GenerationResponse, Prompt
 from ..logprobs import chat_logprobs, prompt_logprobs
 from ..protocol import (
@@ -41,11 +40,12 @@ NOT_TEMPLATE_VARIABLES = (
 
 async def chat_completions(request: Request) -> GenerationResponse:
     serving = serving_of(request)
-    body = await read_json(request, CHAT_DECODER, serving.config)
+    body = await serving.bodies.read_json(request, CHAT_DECODER)
     body.check()
     model = serving.check_model(body.model)
     serving.check_ready()
     params = body.params()
+    serving.engine.check_room(max(0, min(params.n, serving.config.max_n)))
     ids = await chat_prompt(serving, body)
     request_id = serving.new_id()
     prompt = Prompt(0, serving.make_add(request_id, ids, params, param="messages"), serving.tokenizer)

@@ -10,7 +10,6 @@ from starlette.requests import Request
 from ...errors import InvalidRequest
 from ...text.output import ChoiceDelta, ChoiceState
 from ...text.request import encode_prompt
-from ..body import read_json
 from ..generation import Generation, GenerationResponse, Prompt
 from ..logprobs import LegacyLogprobs, prompt_logprobs
 from ..protocol import COMPLETION_DECODER, UNSET, Answer, CompletionChoice, CompletionRequest
@@ -19,7 +18,7 @@ from ..state import Serving, serving_of
 
 async def completions(request: Request) -> GenerationResponse:
     serving = serving_of(request)
-    body = await read_json(request, COMPLETION_DECODER, serving.config)
+    body = await serving.bodies.read_json(request, COMPLETION_DECODER)
     body.check()
     model = serving.check_model(body.model)
     serving.check_ready()
@@ -30,12 +29,16 @@ async def completions(request: Request) -> GenerationResponse:
             f"{len(given)} prompts with {params.n} choices each; one request may have {serving.config.max_n} in all",
             param="n" if params.n > 1 else "prompt",
         )
+    serving.engine.check_room(max(0, len(given) * params.n))
     request_id = serving.new_id()
     prompts = []
     for i, prompt in enumerate(given):
         where = "prompt" if len(given) == 1 else f"prompt[{i}]"
-        ids, text = await prompt_ids(serving, body, prompt, where)
+        ids = await prompt_ids(serving, body, prompt, where) if isinstance(prompt, str) else prompt
         add = serving.make_add(f"{request_id}-{i}", ids, params, param=where)
+        text = None
+        if body.echo:
+            text = prompt if isinstance(prompt, str) else serving.tokenizer.decode(ids, skip_special_tokens=False)
         prompts.append(Prompt(i, add, serving.tokenizer, text))
     form = CompletionFormat(serving, body, f"cmpl-{request_id}", model)
     return GenerationResponse(
@@ -47,23 +50,18 @@ async def completions(request: Request) -> GenerationResponse:
     )
 
 
-async def prompt_ids(
-    serving: Serving, body: CompletionRequest, prompt: str | list[int], where: str
-) -> tuple[list[int], str | None]:
-    """One prompt's ids, and its text where it will be echoed. Raises InvalidRequest naming `where`."""
-    tokenizer, info = serving.tokenizer, serving.engine.info
-    if not isinstance(prompt, str):
-        return prompt, tokenizer.decode(prompt, skip_special_tokens=False) if body.echo else None
-    ids = await serving.in_pool(
+async def prompt_ids(serving: Serving, body: CompletionRequest, prompt: str, where: str) -> list[int]:
+    """One prompt's ids. Raises InvalidRequest naming `where`."""
+    info = serving.engine.info
+    return await serving.in_pool(
         len(prompt),
         encode_prompt,
-        tokenizer,
+        serving.tokenizer,
         prompt,
         add_special_tokens=body.add_special_tokens is not False,
         max_model_len=info.max_model_len if info else None,
         param=where,
     )
-    return ids, prompt if body.echo else None
 
 
 class CompletionFormat:

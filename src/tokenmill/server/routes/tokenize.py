@@ -8,7 +8,6 @@ from starlette.requests import Request
 
 from ...errors import InvalidRequest
 from ...text.chat import chat_to_ids
-from ..body import read_json
 from ..errors import JSON
 from ..protocol import DETOKENIZE_DECODER, TOKENIZE_DECODER, check_messages
 from ..state import serving_of
@@ -16,7 +15,7 @@ from ..state import serving_of
 
 async def tokenize(request: Request) -> JSON:
     serving = serving_of(request)
-    body = await read_json(request, TOKENIZE_DECODER, serving.config)
+    body = await serving.bodies.read_json(request, TOKENIZE_DECODER)
     if body.model is not None:
         serving.check_model(body.model)
     serving.check_ready()
@@ -41,20 +40,23 @@ async def tokenize(request: Request) -> JSON:
         )
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": info.max_model_len, "tokens": ids}
     if body.return_token_strs:
-        answer["token_strs"] = [tokenizer.token_text(token_id) for token_id in ids]
+        answer["token_strs"] = await serving.in_pool(len(ids), list, map(tokenizer.token_text, ids))
     return JSON(answer)
 
 
 async def detokenize(request: Request) -> JSON:
     serving = serving_of(request)
-    body = await read_json(request, DETOKENIZE_DECODER, serving.config)
+    body = await serving.bodies.read_json(request, DETOKENIZE_DECODER)
     if body.model is not None:
         serving.check_model(body.model)
     serving.check_ready()
-    tokenizer = serving.tokenizer
-    for i, token_id in enumerate(body.tokens):
+    skip = bool(body.skip_special_tokens)
+    text = await serving.in_pool(len(body.tokens), decode, serving.tokenizer, body.tokens, skip_special_tokens=skip)
+    return JSON({"prompt": text})
+
+
+def decode(tokenizer: Any, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+    for i, token_id in enumerate(token_ids):
         if not 0 <= token_id < tokenizer.vocab_size:
             raise InvalidRequest(f"{token_id} is no token; ids are below {tokenizer.vocab_size}", param=f"tokens[{i}]")
-    skip = bool(body.skip_special_tokens)
-    text = await serving.in_pool(len(body.tokens), tokenizer.decode, body.tokens, skip_special_tokens=skip)
-    return JSON({"prompt": text})
+    return tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
