@@ -201,3 +201,33 @@ def test_a_decoder_without_bytes_of_its_own_is_refused(tmp_path):
     backend.decoder = decoders.WordPiece()
     with pytest.raises(UnsupportedModel, match="WordPiece"):
         hf_tokenizer(folder_of(tmp_path, backend))
+    for decoder in (
+        decoders.Replace("_", " "),
+        decoders.Metaspace("_"),
+        decoders.Sequence([decoders.Replace("▁", "x")]),
+    ):
+        backend.decoder = decoder
+        with pytest.raises(UnsupportedModel, match=r"Replace|Metaspace"):
+            hf_tokenizer(folder_of(tmp_path, backend))
+
+
+def test_a_metaspace_decoder_is_read(tmp_path, sp_file, spm):
+    """Newer Llama layouts: the same bytes, the first space dropped only where one was put."""
+    import sentencepiece
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers.tokenization_utils_base import generate_merges
+
+    sp = sentencepiece.SentencePieceProcessor(model_proto=sp_file)
+    vocab = {sp.id_to_piece(i): i for i in range(sp.get_piece_size())}
+    scores = {sp.id_to_piece(i): sp.get_score(i) for i in range(sp.get_piece_size())}
+    backend = Tokenizer(models.BPE(vocab, generate_merges(vocab, scores), unk_token="<unk>", byte_fallback=True))
+    backend.add_special_tokens([AddedToken(t, normalized=False) for t in ("<unk>", "<s>", "</s>")])
+    for scheme in ("first", "never"):
+        backend.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme=scheme, split=False)
+        backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace("▁", prepend_scheme=scheme)])
+        ours = hf_tokenizer(folder_of(tmp_path, backend, config={"bos_token": "<s>", "eos_token": "</s>"}))
+        for text in ("the world", "a  b", "漢"):
+            ids = ours.encode(text)
+            assert ids == backend.encode(text).ids
+            assert ours.decode(ids) == text
+        assert ours.decode(spm.encode("the", add_special_tokens=False)) == ("the" if scheme == "first" else " the")

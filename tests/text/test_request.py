@@ -58,8 +58,9 @@ def test_ten_megabytes_are_refused_in_no_time(small, smollm2, spm, unit):
 def test_a_long_chat_is_refused_as_cheaply(smollm2):
     messages = [{"role": "user", "content": "hello " * 2_000_000}]
     started = time.process_time()
-    with pytest.raises(ContextLengthExceeded):
+    with pytest.raises(ContextLengthExceeded) as caught:
         chat_to_ids(smollm2, messages, max_model_len=512)
+    assert caught.value.param == "messages"
     assert time.process_time() - started < 1.0
 
 

@@ -43,9 +43,9 @@ class LibraryVocabulary:
             or (step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never")
             for step in steps
         )
-        known = {"ByteLevel", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
-        if not (kinds and kinds <= known):
-            names = ", ".join(sorted(kinds - known)) or "none"
+        strange = {step["type"] for step in steps if not _is_known(step)}
+        if strange or not kinds:
+            names = ", ".join(sorted(strange)) or "none"
             raise UnsupportedModel(f"the tokenizer's decoder ({names}) is not one whose tokens have bytes of their own")
 
     def encode(self, text: str, *, parse_special: bool = True, prefix: bool = True) -> list[int]:
@@ -88,6 +88,15 @@ class LibraryVocabulary:
     def longest_token(self) -> int:
         scale = 1 if self._byte_level else 4
         return max((len(piece) * scale for piece in self.backend.get_vocab()), default=1)
+
+
+def _is_known(step: dict) -> bool:
+    """Whether token_bytes does what this step of a decoder does."""
+    if step["type"] == "Replace":
+        return step.get("pattern") == {"String": "▁"} and step.get("content") == " "
+    if step["type"] == "Metaspace":
+        return step.get("replacement") == "▁"
+    return step["type"] in ("ByteLevel", "ByteFallback", "Fuse", "Strip")
 
 
 def _steps(decoder) -> list[dict]:

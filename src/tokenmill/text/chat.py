@@ -78,7 +78,8 @@ def chat_to_ids(
     """render_chat, tokenised. With max_model_len, raises ContextLengthExceeded without tokenising what cannot fit."""
     from .request import encode_prompt
 
-    return encode_prompt(tokenizer, render_chat(tokenizer, messages, **kwargs), max_model_len=max_model_len)
+    text = render_chat(tokenizer, messages, **kwargs)
+    return encode_prompt(tokenizer, text, max_model_len=max_model_len, param="messages")
 
 
 def prepare_messages(messages: Any, *, knows_developer: bool = False) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ import json
 import re
 import threading
 import time
+import warnings
 from datetime import datetime
 from types import BuiltinMethodType
 from typing import Any
@@ -28,6 +29,9 @@ from jinja2.runtime import Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace, pass_context
 from markupsafe import escape
+
+# Python's remarks on the code a template compiles to are no news to whoever reads our log.
+warnings.filterwarnings("ignore", category=SyntaxWarning, module="<template>")
 
 MAX_STEPS = 2_000_000
 MAX_WIDTH = 10_000  # of a padded or indented text
