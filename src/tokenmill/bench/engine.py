@@ -122,6 +122,7 @@ class LlamaCppRunner:
     name = "llama-cpp"
 
     def __init__(self, model: Path, *, threads: int, max_tokens: int, max_seqs: int, python: str = sys.executable):
+        max_seqs = max(2, max_seqs)  # the probe and the warm-up send two
         settings = {"model": str(model), "threads": threads, "max_tokens": max_tokens, "max_seqs": max_seqs}
         # Some builds of llama.cpp die in their repacked (AMX) kernels; without repacking they are slower but alive.
         for repack in (True, False):

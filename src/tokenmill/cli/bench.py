@@ -74,6 +74,7 @@ def _run_in_process(kind: str, cases: list, values: dict[str, Any]) -> None:
     rows = result["medians"]
     path = report.write_json(values["output_dir"], kind, {"kind": kind, **result})
     machine = result["machine"]
+    _warn_if_busy(machine)
     bandwidth = result["bandwidth_bytes_per_s"] / 1e9
     report.print_table(
         f"{result['model']} on {machine['cores']} cores of {machine['cpu']}, {bandwidth:.1f} GB/s read; tokens/s",
@@ -83,6 +84,13 @@ def _run_in_process(kind: str, cases: list, values: dict[str, Any]) -> None:
     names = [key for key in rows[0] if key != "case" and not key.startswith("ratio")]
     panels = {row["case"]: {name: {"tokens/s": row[name]} for name in names} for row in rows}
     _say_where(path, report.save_plot(path.with_suffix(".png"), panels))
+
+
+def _warn_if_busy(machine: dict[str, Any]) -> None:
+    """Of the load before the run: figures of a busy machine say little."""
+    load = (machine["load_average"] or [0.0])[0]
+    if load > 0.5 * machine["cores"]:
+        click.echo(f"warning: load average {load:.1f} on {machine['cores']} cores: trust ratios, if anything", err=True)
 
 
 def _say_where(path: Path, plot: Path | None) -> None:
