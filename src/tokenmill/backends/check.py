@@ -118,7 +118,7 @@ def compare(program: Program, executor: Checkable, step: StepInputs, reference: 
 
 def _difference(index: int, op: Op, output: int, inputs: tuple, got: np.ndarray, wanted: np.ndarray) -> Difference:
     exact = op.name != "linear" or op.weights[output].format in FLOAT_FORMATS
-    limit = LIMITS[op.name] if exact else QUANTISED_LINEAR
+    limit = LIMITS.get(op.name, 1e-5) if exact else QUANTISED_LINEAR
     if got.shape != wanted.shape or got.size == 0:
         error = 0.0 if got.shape == wanted.shape else np.inf
         return Difference(index, op, output, error, limit, (0, 0), np.nan, np.nan)

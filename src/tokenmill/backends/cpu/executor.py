@@ -18,6 +18,7 @@ from ..interface import SamplingInputs, SamplingOutputs
 from . import _native
 
 FLOAT_FORMATS = ("F32", "F16", "BF16")
+BY_16 = ("Q2_K", "Q3_K", "Q6_K")  # their own scales are by 16 features, so the activations' must be
 EMBED, RMS_NORM, LINEAR, ADD, ROPE, ATTENTION, ACT_MUL, SELECT_ROWS, QUANTISE = range(9)  # OpKind in executor.h
 KINDS = {
     "embed": EMBED,
@@ -234,6 +235,7 @@ def _activation_groups(program: Program) -> dict[int, int]:
 
     What goes into attention and into the head loses the most when rounded to 8 bits, and those products are a small part
     of the work: groups of 16 there take a third off the divergence from float32 (docs/log.md, 2026-11-30).
+    The kernels also need them for formats of BY_16.
     """
     attended = {v.id for op in program.ops if op.name == "attention" for v in op.inputs}
     assert program.logits is not None
@@ -241,7 +243,7 @@ def _activation_groups(program: Program) -> dict[int, int]:
     groups: dict[int, int] = {}
     for op in program.ops:
         if any(w.format not in FLOAT_FORMATS for w in _matrices(op)):
-            fine = any(v.id in sensitive for v in op.outputs)
+            fine = any(v.id in sensitive for v in op.outputs) or any(w.format in BY_16 for w in op.weights)
             value = op.inputs[0].id
             groups[value] = min(groups.get(value, 32), 16 if fine else 32)
     return groups

@@ -29,20 +29,34 @@ struct Head {  // one (token, head) while its tile is worked
   int first, last;             // positions it sees, inclusive
 };
 
-// scores[RUN] of N heads against a run of keys. k: f32 (RUN_PAGES, head_dim, PAGE), or f16 pages where Raw
+// scores of N heads against VB vectors of keys. k: f32 (page, head_dim, PAGE), or f16 pages where RAW
+template <int N, int VB, bool RAW>
+static TM_INLINE void score_vectors(Head* const* heads, const float* k, const uint16_t* const* pages, int first,
+                                    int head_dim) {
+  vf acc[N][VB];
+  for (int i = 0; i < N; i++)
+    for (int b = 0; b < VB; b++) acc[i][b] = splat(0.0f);
+  const float* q[N];
+  for (int i = 0; i < N; i++) q[i] = heads[i]->q;
+  for (int d = 0; d < head_dim; d++)
+    for (int b = 0; b < VB; b++) {
+      const int page = (first + b) * W / PAGE, s = (first + b) * W % PAGE;
+      vf kd = RAW ? load_f16(pages[page] + d * PAGE + s) : load(k + (size_t(page) * head_dim + d) * PAGE + s);
+      for (int i = 0; i < N; i++) acc[i][b] = fma(kd, splat(q[i][d]), acc[i][b]);
+    }
+  for (int i = 0; i < N; i++)
+    for (int b = 0; b < VB; b++) store(heads[i]->scores + (first + b) * W, acc[i][b]);
+}
+
+// scores[RUN] of N heads against the pages of a run, some vectors of positions at once so that sums overlap
 template <int N, bool RAW>
 static TM_INLINE void run_scores(Head* const* heads, const float* k, const uint16_t* const* pages, int n_pages,
                                  int head_dim) {
-  for (int page = 0; page < n_pages; page++)
-    for (int s = 0; s < PAGE; s += W) {
-      vf acc[N];
-      for (int i = 0; i < N; i++) acc[i] = splat(0.0f);
-      for (int d = 0; d < head_dim; d++) {
-        vf kd = RAW ? load_f16(pages[page] + d * PAGE + s) : load(k + (size_t(page) * head_dim + d) * PAGE + s);
-        for (int i = 0; i < N; i++) acc[i] = fma(kd, splat(heads[i]->q[d]), acc[i]);
-      }
-      for (int i = 0; i < N; i++) store(heads[i]->scores + page * PAGE + s, acc[i]);
-    }
+  constexpr int VB = W == 16 ? 4 : 2;
+  const int n = n_pages * PAGE / W;
+  int v = 0;
+  for (; v + VB <= n; v += VB) score_vectors<N, VB, RAW>(heads, k, pages, v, head_dim);
+  for (; v < n; v++) score_vectors<N, 1, RAW>(heads, k, pages, v, head_dim);
 }
 
 // Softmax step of one head over a run: masks, rescales what came before, leaves exp(score - max) in scores.

@@ -84,8 +84,9 @@ int Executor::add_slot(int dim, bool on_logit_rows, int quantised) {
   size_t rows = on_logit_rows ? max_logit_rows_ : max_tokens_;
   Slot s{dim, on_logit_rows, workspace(rows * dim), {}};
   if (quantised) {
-    s.quant = {reinterpret_cast<int8_t*>(workspace(rows * dim / 4 + 1)), workspace(rows * (dim / 16)),
-               reinterpret_cast<int32_t*>(workspace(rows * (dim / 16))), workspace(rows * (dim / 16)), quantised == 2};
+    size_t groups = rows * (dim / (quantised == 2 ? 16 : GROUP));
+    s.quant = {reinterpret_cast<int8_t*>(workspace(rows * dim / 4 + 1)), workspace(groups),
+               reinterpret_cast<int32_t*>(workspace(groups)), workspace(groups), quantised == 2};
   }
   slots_.push_back(s);
   return int(slots_.size()) - 1;
@@ -121,6 +122,9 @@ void Executor::ready(int logits_slot) {
   counters_ = std::make_unique<std::atomic<int>[]>(num_counters_);
 }
 
+// Rows given out at once: whole tiles, so that no two threads write into one tile's cache lines, if there are enough.
+int Executor::row_chunk(int rows) const { return rows >= kernels_->tile * pool_.threads() ? kernels_->tile : 1; }
+
 // Items in chunks to whichever thread is free, then a barrier. Who computes an item never changes its bits.
 template <class F>
 void Executor::parallel(int items, int chunk, int& phase, F f) {
@@ -131,9 +135,8 @@ void Executor::parallel(int items, int chunk, int& phase, F f) {
   pool_.barrier();
 }
 
-void Executor::quantise_row(Slot& s, int row) {
-  size_t at = size_t(row) * s.dim;
-  kernels_->quantise(s.data + at, s.dim, s.quant, at);
+void Executor::quantise_row(Slot& s, int row, int rows) {
+  kernels_->quantise(s.data + size_t(row) * s.dim, 0, s.dim, s.dim, row, rows, s.quant);
 }
 
 void Executor::run(const StepArrays& step, const SamplingArrays* sampling) {
@@ -177,10 +180,10 @@ void Executor::run_op(OpNode& op, const StepArrays& step, int tid, int& phase) {
     case OpKind::RMS_NORM: {
       Slot &in = slots_[op.in[0]], &out = slots_[op.out[0]];
       const int dim = op.ints[0], group = op.ints[1];
-      return parallel(rows, 4, phase, [&](int t) {
+      return parallel(rows, row_chunk(rows), phase, [&](int t) {
         kernels_->rms_norm(in.data + size_t(t) * dim, vectors_[op.weights[0]], out.data + size_t(t) * dim, dim, group,
                            float(op.floats[0]));
-        if (op.quant_out) quantise_row(out, t);
+        if (op.quant_out) quantise_row(out, t, rows);
       });
     }
     case OpKind::LINEAR: {
@@ -228,11 +231,11 @@ void Executor::run_op(OpNode& op, const StepArrays& step, int tid, int& phase) {
     case OpKind::ACT_MUL: {
       Slot& out = slots_[op.out[0]];
       const int dim = op.ints[0], width = 256, blocks = (dim + width - 1) / width;
-      return parallel(rows * blocks, rows > 8 ? blocks : 1, phase, [&](int i) {
+      return parallel(rows * blocks, row_chunk(rows) > 1 ? row_chunk(rows) * blocks : 1, phase, [&](int i) {
         const int t = i / blocks, start = i % blocks * width, n = std::min(width, dim - start);
         size_t at = size_t(t) * dim + start;
         kernels_->act_mul(slots_[op.in[0]].data + at, slots_[op.in[1]].data + at, out.data + at, n, op.ints[1]);
-        if (op.quant_out) kernels_->quantise(out.data + at, n, out.quant, at);
+        if (op.quant_out) kernels_->quantise(out.data + at, start, n, dim, t, rows, out.quant);
       });
     }
     case OpKind::SELECT_ROWS: {
@@ -244,7 +247,7 @@ void Executor::run_op(OpNode& op, const StepArrays& step, int tid, int& phase) {
     }
     case OpKind::QUANTISE: {
       Slot& s = slots_[op.in[0]];
-      return parallel(rows, 4, phase, [&](int t) { quantise_row(s, t); });
+      return parallel(rows, row_chunk(rows), phase, [&](int t) { quantise_row(s, t, rows); });
     }
   }
 }

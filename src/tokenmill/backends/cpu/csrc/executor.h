@@ -84,7 +84,8 @@ class Executor {
   void run_attention(OpNode& op, const StepArrays& step, int tid, int& phase);
   void plan_attention(const StepArrays& step);
   AttentionArgs attention_args(const OpNode& op, const StepArrays& step, int request) const;
-  void quantise_row(Slot& s, int row);
+  void quantise_row(Slot& s, int row, int rows);
+  int row_chunk(int rows) const;
   template <class F>
   void parallel(int items, int chunk, int& phase, F f);
   float* workspace(size_t floats);

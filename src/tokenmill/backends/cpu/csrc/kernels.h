@@ -37,13 +37,15 @@ struct PackedWeight {
   const float* bias;                             // (rows,) or null
 };
 
-// Activations quantised: x ~ scale * q, q in [-127, 127]. A scale for each 16 features; where `fine` is not set both
-// halves of a group of 32 have the same one, and the products need half the float work.
+// Activations quantised by groups of 32 features, or 16 where `fine`: x ~ scale * q, q in [-127, 127].
+// Tokens stand in tiles of the kernels' width (the last one ragged), so that a kernel walks one pointer:
+//   q        [tile][feature / 4][token of the tile][4]
+//   others   [tile][group][token of the tile]
 struct QuantRows {
-  int8_t* q;      // (rows, dim)
-  float* scale;   // (rows, dim / 16)
-  int32_t* sums;  // (rows, dim / 16): sums of q
-  float* scaled;  // (rows, dim / 16): scale * sum
+  int8_t* q;
+  float* scale;
+  int32_t* neg_sum;  // - sum of the group's q
+  float* scaled;     // scale * sum of the group's q
   bool fine;
 };
 
@@ -75,10 +77,12 @@ struct SegmentState {
 
 struct KernelTable {
   const char* name;
+  int tile;  // tokens that share one unpacking of a weight panel, and stand together in QuantRows
   // rows of the output: panels [panel0, panel1) of the weight, all tokens
   void (*linear)(const LinearArgs&, int panel0, int panel1);
   void (*unpack_row)(const PackedWeight&, int row, float scale, float* out);
-  void (*quantise)(const float* x, int n, const QuantRows& out, size_t at);  // out from feature `at` on
+  // features [k0, k0 + n) of one token of a step of `tokens`, dim features wide
+  void (*quantise)(const float* x, int k0, int n, int dim, int token, int tokens, const QuantRows& out);
   void (*rms_norm)(const float* x, const float* weight, float* out, int dim, int group, float eps);
   void (*add)(const float* x, const float* y, float* out, size_t n);
   void (*act_mul)(const float* gate, const float* up, float* out, size_t n, int act);
