@@ -162,6 +162,12 @@ def test_the_command_writes_json_a_table_and_a_plot(url, tmp_path):
     assert path.with_suffix(".png").stat().st_size > 1000
 
 
+def test_the_command_shows_what_went_wrong(url, fake, tmp_path):
+    fake.fail_from = 2  # the warm-up passes
+    done = CliRunner().invoke(main, f"bench serving ours={url} --requests 2 --repeat 1 --output-dir {tmp_path}")
+    assert done.exit_code == 0 and 'chat, ours: HTTP 503: {"error":{"message":"no more"}}' in done.stderr
+
+
 def test_no_server_there_is_one_line(tmp_path):
     done = CliRunner().invoke(main, ["bench", "serving", "http://127.0.0.1:9", "--output-dir", str(tmp_path)])
     assert done.exit_code == 1 and "Error: server: no model list from http://127.0.0.1:9/v1/models" in done.output

@@ -79,3 +79,4 @@ def test_cost():
 def test_medians_over_rounds():
     rows = [{"a": 1, "t": [1.0, 9.0], "e": ["x"]}, {"a": 5, "t": [3.0, 7.0]}, {"a": 2, "t": [2.0, 8.0], "n": None}]
     assert medians(rows) == {"a": 2, "t": [2.0, 8.0], "e": ["x"], "n": None}
+    assert isinstance(medians(rows)["a"], int) and medians([{"a": 1}, {"a": 2}]) == {"a": 1.5}

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 
 
 def percentile(values: Iterable[float], percent: float) -> float | None:
-    """Linear between the two nearest ranks (numpy's default); None of nothing."""
+    """Linear between the two nearest ranks (numpy's default), a float; None of nothing."""
     ordered = sorted(values)
     if not ordered:
         return None
     rank = (len(ordered) - 1) * percent / 100
     low = math.floor(rank)
     high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (rank - low)
+    return float(ordered[low] + (ordered[high] - ordered[low]) * (rank - low))
 
 
 def median(values: Iterable[float | None]) -> float | None:
@@ -130,7 +130,9 @@ def medians(rounds: Sequence[dict]) -> dict:
         if not values:
             result[key] = None
         elif all(isinstance(v, int | float) for v in values):
-            result[key] = median(values)
+            middle = median(values)
+            whole = all(isinstance(v, int) for v in values) and middle is not None and middle.is_integer()
+            result[key] = int(middle) if whole and middle is not None else middle
         elif all(isinstance(v, list) and v and isinstance(v[0], int | float | None) for v in values):
             result[key] = [median(column) for column in zip(*values)]
         else:

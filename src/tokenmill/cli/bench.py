@@ -204,6 +204,9 @@ def serving(**values: Any) -> None:
         values["output_dir"], "serving", {"kind": "serving", "machine": describe(), "settings": settings, **result}
     )
     report.print_table(f"serving, medians of {values['repeat']} round(s); times in ms", rows, SERVING_COLUMNS)
+    for row in rows:
+        for error in row.get("error_samples") or ():
+            click.echo(f"{row['workload']}, {row['target']}: {error}", err=True)
     panels = {
         SERVING_COLUMNS[key]: {
             target.name: {row["workload"]: row[key] for row in rows if row["target"] == target.name}
