@@ -168,7 +168,8 @@ def _own_template(tokenizer: Tokenizer, tools) -> str:
 
 
 def _run(source: str, variables: dict[str, Any]) -> str:
-    from .sandbox import Budget, TemplateComplaint, TemplateTooExpensive, render
+    from .budget import Budget, TemplateComplaint, TemplateTooExpensive
+    from .sandbox import render
 
     try:
         template = _compile(source)
