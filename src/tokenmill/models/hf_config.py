@@ -25,7 +25,7 @@ _IGNORED = """
     _attn_implementation _attn_implementation_autoset _name_or_path _sliding_window_pattern architectures
     attention_dropout auto_map boi_token_index bos_token_id cache_implementation chunk_size_feed_forward dtype
     embd_pdrop eoi_token_index eos_token_id hidden_act hidden_dropout_prob id2label image_token_index
-    initializer_range label2id max_window_layers mm_tokens_per_image model_type output_attentions
+    initializer_range is_llama_config label2id max_window_layers mm_tokens_per_image model_type output_attentions
     output_hidden_states pad_token_id partial_rotary_factor pretraining_tp problem_type resid_pdrop return_dict
     rope_parameters rope_scaling rope_theta task_specific_params tie_word_embeddings tokenizer_class torch_dtype
     torchscript transformers.js_config transformers_version unk_token_id unsloth_fixed unsloth_version use_bfloat16
@@ -53,6 +53,7 @@ NEUTRAL: dict[str, tuple] = {
     "rope_interleaved": (False,),
     "sliding_window": (),
     "use_bidirectional_attention": (False,),
+    "use_mrope": (False,),
     "use_qk_norm": (False,),
     "use_sliding_window": (False,),
 }
