@@ -28,9 +28,9 @@ def right(a: Ask, index: int = 0) -> list[int]:
     return expected(a.prompt, a.params.max_tokens, seed=choice_seed(a.params.seed, index), vocab_size=VOCAB)
 
 
-def run(asks, num_pages=64, **settings):
+def run(asks, num_pages=64, check=True, **settings):
     device = FakeExecutor(num_pages=num_pages, vocab_size=VOCAB)
-    got = drive(device, asks, num_pages=num_pages, check_each_step=True, **settings)
+    got = drive(device, asks, num_pages=num_pages, check_each_step=check, **settings)
     for i, a in enumerate(asks):
         for k in range(a.params.n):
             reply = got[i, k]
@@ -210,16 +210,14 @@ def test_small_requests_are_served_beside_those_that_need_every_page(overlap):
 
 
 @BOTH
-@pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("shared", [0, 150])
-@pytest.mark.parametrize("classes", [1, 3])
+@pytest.mark.parametrize("caching, shared, classes", [(True, 0, 1), (True, 150, 3), (False, 0, 3)])
 def test_no_storm_under_pressure(classes, shared, caching, overlap):
     """Pages for about three of thirty requests: all finish, in bounded preemptions and steps, in order of arrival."""
     common = prompts(1, shared)[0]
     asks = [
         ask(common + p, max_tokens=300, seed=i, priority=i % classes) for i, p in enumerate(prompts(30, 200 - shared))
     ]
-    got = run(asks, num_pages=3 * 32, max_num_seqs=30, budget=256, caching=caching, overlap=overlap)
+    got = run(asks, num_pages=3 * 32, max_num_seqs=30, budget=256, caching=caching, overlap=overlap, check=False)
     assert all(r.finish_reason == FinishReason.LENGTH for r in got.replies.values())
     serial = 30 * (300 + 1)
     assert got.num_steps <= serial / 2

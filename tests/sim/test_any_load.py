@@ -32,7 +32,7 @@ def asks(draw, capacity: int) -> Ask:
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(data=st.data())
 def test_every_request_ends_rightly(data):
     page_size = data.draw(st.sampled_from([1, 3, 4, 16]))

@@ -165,8 +165,16 @@ class Scheduler:
                 self.preempt_last()
 
     def _headroom(self, request: Request) -> int:
-        """Pages that must stay available for growth when `request` is admitted."""
-        return (len(self.running) + 1) << request.num_preemptions if self.running else 0
+        """Pages that must stay available for growth when `request` is admitted: never more than can be grown into."""
+        if not self.running:
+            return 0
+        if request.num_preemptions == 0:
+            return len(self.running) + 1
+        growth, size = 1 << min(request.num_preemptions, 30), self.pool.page_size
+        return sum(
+            min(growth, (r.num_prompt_tokens + r.max_tokens) // size - r.num_tokens // size + 1)
+            for r in (*self.running, request)
+        )
 
     def _make_room(self, request: Request, end: int) -> bool:
         """Pages for positions up to `end`, preempting from the end of the order. False: not in this step."""
