@@ -208,7 +208,7 @@ def serving(**values: Any) -> None:
         for error in row.get("error_samples") or ():
             click.echo(f"{row['workload']}, {row['target']}: {error}", err=True)
     panels = {
-        SERVING_COLUMNS[key]: {
+        SERVING_COLUMNS[key] + (", ms" if key.endswith("_ms") else ""): {
             target.name: {row["workload"]: row[key] for row in rows if row["target"] == target.name}
             for target in targets
         }
