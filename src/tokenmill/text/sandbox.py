@@ -65,6 +65,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             finalize=_write,
         )
         self.filters = {name: _metered(name, self.filters[name]) for name in _FILTERS.split()}
+        # Nothing is escaped here, so nothing is marked as safe either: prompts are no HTML.
         own = {"tojson": _tojson, "sum": _sum, "join": _join, "safe": str, "e": _escape, "escape": _escape}
         self.filters |= {name: _metered(name, function) for name, function in own.items()}
         self.filters |= {_STEP: _step, _CONCAT: _concat, _MADE: _made}
