@@ -110,7 +110,7 @@ class TestUsage:
         server = request.getfixturevalue(model)
         rng = random.Random(model)
         words = ["hello", "the world", "\U0001f525 \u6f22", "<|im_end|>", "a" * 30, "\n\n"]
-        for i in range(12 if model == "smol" else 40):
+        for i in range(6 if model == "smol" else 30):
             body = {
                 "prompt": " ".join(rng.choices(words, k=rng.randrange(1, 9))),
                 "max_tokens": rng.randrange(1, 6 if model == "smol" else 40),

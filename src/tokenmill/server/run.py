@@ -11,6 +11,7 @@ While the engine loads, HTTP already answers: /health is 503 until requests are 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -18,13 +19,14 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from ..config import EngineConfig, ServerConfig
 from ..engine.messages import EngineReady
 from ..engine.process import DEFAULT_FACTORY
-from ..errors import ConfigError, EngineUnavailable, SetupError
+from ..errors import ConfigError, EngineUnavailable
 from .http import bind, raise_file_limit
 
 log = logging.getLogger("tokenmill")
@@ -141,6 +143,7 @@ class Server:
         host, port = self.config.host, self.sockets[0].getsockname()[1]
         host = "127.0.0.1" if host in ("", "0.0.0.0", "::") else host
         self.announce(info, f"http://{f'[{host}]' if ':' in host else host}:{port}", self.names)
+        await asyncio.get_running_loop().run_in_executor(None, warm_up, self.serving)
 
     def _on_signal(self, number: int) -> None:
         self.signals += 1
@@ -168,6 +171,17 @@ def load_tokenizer(path: Path) -> Any:
     return load_tokenizer(open_checkpoint(path))
 
 
+def warm_up(serving: Any) -> None:
+    """What the first request and the first scrape would otherwise wait for."""
+    from ..text.chat import render_chat
+
+    with contextlib.suppress(Exception):  # it fails again, in its own words, for the request that needs it
+        render_chat(serving.tokenizer, [{"role": "user", "content": ""}], template=serving.chat_template)
+    with contextlib.suppress(Exception):
+        _ = serving.tokenizer.max_token_bytes
+        import_module(".exposition", __package__)
+
+
 def make_http(app: Any, config: ServerConfig) -> Any:
     """A uvicorn server without its own signals, logs and lifespan."""
     import uvicorn
@@ -192,6 +206,3 @@ def make_http(app: Any, config: ServerConfig) -> Any:
             timeout_graceful_shutdown=int(config.drain_seconds) + 3,
         )
     )
-
-
-__all__ = ["SetupError", "run"]

@@ -48,7 +48,7 @@ class Serving:
         self.names = tuple(names)
         self.chat_template = read_chat_template(config.chat_template)
         self.tokenizer: Any = None
-        self.metrics = Metrics(engine, self.names[0])
+        self.metrics = Metrics()
         self.created = int(time.time())
         self.bodies = Bodies(config)
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="tokenise")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -10,4 +9,8 @@ from ..state import serving_of
 
 
 async def metrics(request: Request) -> Response:
-    return Response(serving_of(request).metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
+    from ..exposition import CONTENT_TYPE_LATEST, render
+
+    serving = serving_of(request)
+    text = render(serving.metrics, serving.engine, serving.names[0])
+    return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
