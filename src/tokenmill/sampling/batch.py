@@ -17,10 +17,29 @@ FORBIDDEN = -np.inf
 EMPTY = np.zeros(0, np.int32)
 
 
+class Bias:
+    """What to add to some tokens' logits: ids i32 (N,), values f32 (N,)."""
+
+    __slots__ = ("ids", "values")
+
+    def __init__(self, pairs: list[tuple[int, float]]):
+        self.ids = np.array([token for token, _ in pairs], np.int32)
+        self.values = np.array([value for _, value in pairs], np.float32)
+
+    def __add__(self, other: Bias) -> Bias:
+        both = Bias([])
+        both.ids = np.concatenate((self.ids, other.ids))
+        both.values = np.concatenate((self.values, other.values))
+        return both
+
+
+NO_BIAS = Bias([])
+
+
 class RowConstants:
     """What never changes about how one request samples."""
 
-    __slots__ = ("allowed", "bad_words", "bias", "dynamic", "ends", "floats", "history", "num_logprobs", "top_k")
+    __slots__ = ("allowed", "bias", "dynamic", "ends", "floats", "history", "num_logprobs", "phrases", "top_k")
 
     def __init__(self, request: Request):
         p = request.params
@@ -29,23 +48,31 @@ class RowConstants:
             self.floats[0] = 0.0
         self.top_k = min(max(p.top_k, 0), 2**31 - 1)
         self.num_logprobs = -1 if p.logprobs is None else p.logprobs
-        self.bias = [(int(token), float(value)) for token, value in (p.logit_bias or {}).items()]
+        words = [word[0] for word in request.bad_words_ids if len(word) == 1]
+        self.bias = Bias([*(p.logit_bias or {}).items(), *((token, FORBIDDEN) for token in words)])
+        self.phrases: dict[int, list[tuple[int, ...]]] = {}  # bad words of several tokens, by their last but one
+        for word in request.bad_words_ids:
+            if len(word) > 1:
+                self.phrases.setdefault(word[-2], []).append(word)
+        ends = {*request.eos_token_ids, *(p.stop_token_ids or ())} if p.min_tokens > 0 else ()
+        self.ends = Bias([(token, FORBIDDEN) for token in sorted(ends)])
         self.allowed = np.array(sorted(set(p.allowed_token_ids or ())), np.int32)
-        self.ends = sorted({*request.eos_token_ids, *(p.stop_token_ids or ())}) if p.min_tokens > 0 else []
-        self.bad_words = request.bad_words_ids
         penalised = p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
         self.history = History(request) if penalised else None
-        self.dynamic = bool(self.bias or len(self.allowed) or self.ends or self.bad_words or penalised)
+        self.dynamic = bool(len(self.bias.ids) or len(self.allowed) or ends or self.phrases or penalised)
 
-    def biases(self, request: Request) -> list[tuple[int, float]]:
-        """(token, what to add) for the next token of `request`."""
-        biases = list(self.bias)
-        if self.ends and request.num_output_tokens < request.params.min_tokens:
-            biases += [(token, FORBIDDEN) for token in self.ends]
-        for word in self.bad_words:
-            if ends_with(request, word[:-1]):
-                biases.append((word[-1], FORBIDDEN))
-        return biases
+    def next_bias(self, request: Request) -> Bias:
+        """The bias of the next token of `request`."""
+        bias = self.bias
+        if len(self.ends.ids) and request.num_output_tokens < request.params.min_tokens:
+            bias = bias + self.ends
+        if self.phrases:
+            last = (request.output_token_ids or request.prompt_token_ids)[-1]
+            phrases = self.phrases.get(last, ())
+            forbidden = [(phrase[-1], FORBIDDEN) for phrase in phrases if ends_with(request, phrase[:-1])]
+            if forbidden:
+                bias = bias + Bias(forbidden)
+        return bias
 
 
 class History:
@@ -69,9 +96,9 @@ class History:
 
 
 def ends_with(request: Request, tokens: tuple[int, ...]) -> bool:
-    """Whether the request's tokens, prompt included, end with `tokens`."""
+    """Whether the request's tokens, prompt included, end with `tokens`: one at least."""
     count = len(tokens)
-    tail = request.output_token_ids[-count:] if count else []
+    tail = request.output_token_ids[-count:]
     if len(tail) < count:
         tail = request.prompt_token_ids[len(tail) - count :] + tail
     return tuple(tail) == tokens
@@ -83,7 +110,7 @@ class GrowingArray:
     def __init__(self, dtype):
         self.array = np.empty(256, dtype)
 
-    def fill(self, parts: list) -> np.ndarray:
+    def fill(self, parts: list[np.ndarray]) -> np.ndarray:
         size = sum(map(len, parts))
         if size > len(self.array):
             self.array = np.empty(max(size, 2 * len(self.array)), self.array.dtype)
@@ -155,14 +182,15 @@ class SamplingBatch:
         bias_values = self._bias_values.array[:0]
         if self._num_dynamic:
             rows = [None if targets[i] >= 0 else self._constants[seat] for i, seat in enumerate(seats)]
-            biases = [c.biases(r) if c is not None and c.dynamic else [] for c, r in zip(rows, requests)]
-            bias_ids = self._bias_ids.fill([[token for token, _ in row] for row in biases])
-            bias_values = self._bias_values.fill([[value for _, value in row] for row in biases])
+            biases = [c.next_bias(r) if c is not None and c.dynamic else NO_BIAS for c, r in zip(rows, requests)]
+            ids = [bias.ids for bias in biases]
+            bias_ids = self._bias_ids.fill(ids)
+            bias_values = self._bias_values.fill([bias.values for bias in biases])
             allowed = [c.allowed if c is not None else EMPTY for c in rows]
             allowed_ids = self._allowed.fill(allowed)
             history = [c.history.update(r) if c is not None and c.history else EMPTY for c, r in zip(rows, requests)]
             history_ids = self._history.fill(history)
-            for start, parts in zip(starts, (biases, allowed, history)):
+            for start, parts in zip(starts, (ids, allowed, history)):
                 np.cumsum([len(part) for part in parts], out=start[1:])
             self._history_prompt_len[:count] = [r.num_prompt_tokens if len(h) else 0 for r, h in zip(requests, history)]
         else:
