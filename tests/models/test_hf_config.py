@@ -33,8 +33,8 @@ GEMMA3 = dict(
 
 # As published by their makers, less the numbers of special tokens.
 PUBLISHED = {
-    "SmolLM2-135M-Instruct": """{"architectures": ["LlamaForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
-        "hidden_act": "silu", "hidden_size": 576, "initializer_range": 0.041666666666666664, "intermediate_size": 1536,
+    "SmolLM2-135M-Instruct": """{"architectures": ["LlamaForCausalLM"], "attention_bias": false, "hidden_act": "silu",
+        "attention_dropout": 0.0, "hidden_size": 576, "initializer_range": 0.0417, "intermediate_size": 1536,
         "is_llama_config": true, "max_position_embeddings": 8192, "mlp_bias": false, "model_type": "llama",
         "num_attention_heads": 9, "num_hidden_layers": 30, "num_key_value_heads": 3, "pretraining_tp": 1,
         "rms_norm_eps": 1e-05, "rope_interleaved": false, "rope_scaling": null, "rope_theta": 100000,

@@ -7,15 +7,18 @@ bound of 1e-3 is on everything else. Without that rounding on either side (float
 from __future__ import annotations
 
 import functools
+import json
 
 import numpy as np
 import pytest
 import torch
 
+from tests.support import checkpoints, transformers_oracle
 from tests.support.checkpoints import FAMILIES
 from tests.support.executors import NUM_PAGES
+from tests.support.steps import Driver
 from tokenmill.backends.reference import ReferenceBackend, ReferenceExecutor
-from tokenmill.models.registry import run_eagerly
+from tokenmill.models.registry import build_model, run_eagerly
 from tokenmill.weights.loader import open_checkpoint
 
 BOUND = 1e-3  # max abs, float32 logits
@@ -115,6 +118,21 @@ def test_requests_share_a_step(tiny, executor_factory, family):
     assert_close(together["a"], alone["a"])
     assert_close(together["b"], alone["b"][20:])
     assert_close(together["c"], alone["c"][13:])
+
+
+def test_a_multimodal_gemma_that_leaves_out_its_class_defaults(tmp_path, executor_factory):
+    """config.json as google/gemma-3-4b-it has it: the sizes of text_config that the class assumes are not written."""
+    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=6, sliding_window=16, vocab_size=320)
+    made = checkpoints.make_model("gemma3", num_attention_heads=8, num_key_value_heads=4, head_dim=256,
+                                  query_pre_attn_scalar=256, **sizes)  # fmt: skip
+    folder = checkpoints.hf_folder(tmp_path / "model", "gemma3", model=made)
+    config = {"model_type": "gemma3", "text_config": dict(sizes, model_type="gemma3_text"), "vision_config": {}}
+    (folder / "config.json").write_text(json.dumps(config))
+    checkpoint = open_checkpoint(folder)
+    program = build_model(checkpoint.config, checkpoint.weights).program
+    tokens = list(range(40, 90))
+    got = Driver(executor_factory(program), num_pages=NUM_PAGES).run(tokens)
+    assert_close(got, transformers_oracle.logits(made, tokens, torch.float16))
 
 
 def test_only_the_rows_asked_for_get_logits(tiny, executor_factory):

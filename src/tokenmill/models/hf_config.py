@@ -23,13 +23,14 @@ Config = TypeVar("Config")
 
 _IGNORED = """
     _attn_implementation _attn_implementation_autoset _name_or_path _sliding_window_pattern architectures
-    attention_dropout auto_map boi_token_index bos_token_id cache_implementation chunk_size_feed_forward dtype
-    embd_pdrop eoi_token_index eos_token_id hidden_act hidden_dropout_prob id2label image_token_index
-    initializer_range is_llama_config label2id max_window_layers mm_tokens_per_image model_type output_attentions
-    output_hidden_states pad_token_id partial_rotary_factor pretraining_tp problem_type resid_pdrop return_dict
-    rope_parameters rope_scaling rope_theta task_specific_params tie_word_embeddings tokenizer_class torch_dtype
-    torchscript transformers.js_config transformers_version unk_token_id unsloth_fixed unsloth_version use_bfloat16
-    use_cache vision_config
+    attention_dropout auto_map boi_token_id boi_token_index bos_token_id cache_implementation
+    chunk_size_feed_forward dtype embd_pdrop eoi_token_id eoi_token_index eos_token_id hidden_act
+    hidden_dropout_prob id2label image_token_id image_token_index initializer_range is_llama_config label2id
+    max_window_layers mm_tokens_per_image model_type output_attentions output_hidden_states pad_token_id
+    partial_rotary_factor pretraining_tp problem_type resid_pdrop return_dict rope_parameters rope_scaling
+    rope_theta task_specific_params tie_word_embeddings tokenizer_class torch_dtype torchscript
+    transformers.js_config transformers_version unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache
+    vision_config
 """
 IGNORED = frozenset(_IGNORED.split())
 # Keys that change the maths, and the values besides null that do not. A family with the feature has a field for it.

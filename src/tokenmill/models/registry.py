@@ -5,6 +5,7 @@ Knows the families' names; their maths is in one file each.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
@@ -57,15 +58,26 @@ def run_eagerly(config: dict[str, Any], weights: Weights, runner: OpRunner, step
     return logits.array
 
 
+def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
+    """`config` and what its family assumes of keys that are not there: Gemma's published ones leave out most sizes."""
+    fields = dataclasses.fields(_family(config).Config)
+    assumed = {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
+    return assumed | {key: value for key, value in config.items() if value is not None or key not in assumed}
+
+
 def _read(config: dict[str, Any]) -> tuple[ModuleType, Any]:
+    family = _family(config)
+    return family, read_config(family.Config, config)
+
+
+def _family(config: dict[str, Any]) -> ModuleType:
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
         raise UnsupportedModel(
             f"model_type = {model_type!r} is not supported; tokenmill has {', '.join(sorted(FAMILIES))}",
             param="model_type",
         )
-    family = import_module(f".{FAMILIES[model_type]}", __package__)
-    return family, read_config(family.Config, config)
+    return import_module(f".{FAMILIES[model_type]}", __package__)
 
 
 def _context_length(cfg: Any) -> int:

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ModelFileError, UnsupportedModel
+from ..models.registry import with_defaults
 from ..program.weight import Weight, Weights
 from . import gguf, names, safetensors
 from .files import MappedFile, TensorInfo
@@ -167,6 +168,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         method = config["quantization_config"]
         method = method.get("quant_method") if isinstance(method, dict) else method
         raise UnsupportedModel(f"{path}: weights quantised by {method!r} are not supported")
+    config = with_defaults(config)
     tied = model_type == "gemma3_text"  # what the family's class assumes where config.json does not say
     config["tie_word_embeddings"] = config.get("tie_word_embeddings", tied)
     if not isinstance(config["tie_word_embeddings"], bool):
