@@ -69,7 +69,7 @@ def test_links_lead_somewhere(name):
 
 @pytest.mark.parametrize("name", [n for n in DOCS if n != "log.md"])
 def test_files_named_are_there(name):
-    """`server/app.py` in a document is src/tokenmill/server/app.py, or counts from the repository's root; a bare name is anywhere."""
+    """`server/app.py` is src/tokenmill/server/app.py, or counts from the repository's root; a bare name is anywhere."""
     for target in re.findall(r"`((?:\w+/)*\w+\.(?:py|cpp|h)|(?:\w+/)+)`", DOCS[name]):
         found = any((base / target).exists() for base in (SOURCE, ROOT, ROOT / "src"))
         assert found or ("/" not in target and any(SOURCE.rglob(target))), target
