@@ -357,14 +357,14 @@ def test_a_matched_stop_string_ends_a_choice_as_stop(overlap):
 
 
 def test_the_queue_is_bounded_and_ids_are_unique():
-    engine = make_engine(FakeExecutor(num_pages=8), num_pages=8, max_waiting=4)
+    engine = make_engine(FakeExecutor(num_pages=8), num_pages=8, max_num_seqs=1, max_waiting=4)
     add(engine, "a", [1], n=3)
     with pytest.raises(InvalidRequest, match="'a' is in use"):
         add(engine, "a", [1])
-    with pytest.raises(Overloaded, match="max_waiting 4"):
-        add(engine, "b", [1], n=2)
-    with pytest.raises(InvalidRequest, match="n is 5"):
-        add(engine, "c", [1], n=5)
+    with pytest.raises(Overloaded, match="3 sequences run and wait; 1 may run"):
+        add(engine, "b", [1], n=3)
+    with pytest.raises(InvalidRequest, match="n is 6"):
+        add(engine, "c", [1], n=6)
     assert engine.stats().num_waiting + engine.stats().num_gated == 3
     everything(engine)
     assert engine.stats().num_waiting == engine.stats().num_gated == engine.stats().num_running == 0

@@ -105,14 +105,18 @@ class Engine:
 
     def add(self, message: AddRequest) -> None:
         """Queue a request. Raises InvalidRequest (it could never run) or Overloaded (the queue is full)."""
-        n, waiting = message.params.n, len(self.scheduler.waiting) + len(self.scheduler.gated)
-        limit = self.resolved.config.max_waiting
+        n, config = message.params.n, self.resolved.config
+        live = len(self.scheduler.waiting) + len(self.scheduler.gated) + len(self.scheduler.running)
+        limit = config.max_num_seqs + config.max_waiting  # a burst counts before a step has admitted any of it
         if message.request_id in self._groups:
             raise InvalidRequest(f"request id {message.request_id!r} is in use", param="request_id")
         if n > limit:
-            raise InvalidRequest(f"n is {n}; this engine queues at most {limit} sequences", param="n")
-        if waiting + n > limit:
-            raise Overloaded(f"{waiting} sequences are waiting, as many as are allowed (max_waiting {limit})")
+            raise InvalidRequest(f"n is {n}; this engine takes at most {limit} sequences", param="n")
+        if live + n > limit:
+            raise Overloaded(
+                f"{live} sequences run and wait; {config.max_num_seqs} may run (max_num_seqs) and "
+                f"{config.max_waiting} wait (max_waiting)"
+            )
         private = None
         if n > 1 and not self.resolved.config.enable_prefix_caching:
             private = f"\0{message.request_id}"

@@ -13,7 +13,6 @@ import enum
 import logging
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -129,10 +128,7 @@ class EngineClient:
         self.num_rejected = 0  # requests that found the queue full
         self.on_gone: Callable[[EngineGone], None] = lambda gone: None
         self._past = EngineStats()  # counters of engines that died
-        # The queue is bounded here, where a client can be told at once; the engine's own bound only has to let through
-        # what comes in one burst, before it had a step to admit any of it.
-        behind = replace(config, max_waiting=self.capacity)
-        self._supervisor = Supervisor(behind, self._from_reader, factory=factory)
+        self._supervisor = Supervisor(config, self._from_reader, factory=factory)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._early: list[Any] = []  # events from before the loop ran; with the lock
         self._lock = threading.Lock()
@@ -175,7 +171,7 @@ class EngineClient:
 
     @property
     def capacity(self) -> int:
-        """Sequences that may run and wait together."""
+        """Sequences that may run and wait together: the engine's rule, kept here too so that a client is told at once."""
         return self.config.max_num_seqs + self.config.max_waiting
 
     # ---- requests
