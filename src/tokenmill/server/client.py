@@ -171,7 +171,7 @@ class EngineClient:
 
     @property
     def capacity(self) -> int:
-        """Sequences that may run and wait together: the engine's rule, kept here too so that a client is told at once."""
+        """Sequences that may run and wait together: the engine's rule, kept here too, to tell a client at once."""
         return self.config.max_num_seqs + self.config.max_waiting
 
     # ---- requests
