@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from importlib import import_module
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.support import checkpoints
 from tokenmill.errors import UnsupportedModel
 from tokenmill.models import gemma3, llama, mistral, qwen2, qwen3
-from tokenmill.models.hf_config import read_config
+from tokenmill.models.hf_config import RopeParameters, read_config
 from tokenmill.models.registry import FAMILIES, build_model
+from tokenmill.models.rope import make_rope
 from tokenmill.program import Weights
 from tokenmill.weights.loader import open_checkpoint
 
@@ -183,6 +188,13 @@ REFUSED = (
     (llama, LLAMA, dict(rope_scaling=dict(type="linear")), "'linear' needs factor"),
     (llama, LLAMA, dict(rope_scaling=dict(rope_type="llama3", factor=8.0)), "needs low_freq_factor"),
     (llama, LLAMA, dict(rope_scaling=dict(rope_type="default", mrope_section=[16, 24])), "mrope_section"),
+    (
+        llama,
+        LLAMA,
+        dict(rope_scaling=dict(rope_type="llama3", factor=8.0, low_freq_factor=4.0, high_freq_factor=4.0)),
+        "high_freq_factor = 4.0 should be more than low_freq_factor 4.0",
+    ),
+    (llama, LLAMA, dict(rope_theta=1), "rope_theta = 1.0 should be more than 1"),
     (llama, LLAMA, dict(rope_scaling=[]), "rope_scaling = []"),
     (llama, LLAMA, dict(rope_scaling=dict(rope_type="linear", factor="2")), "factor = '2'"),
     (llama, LLAMA, dict(attention_bias="yes"), "attention_bias = 'yes'"),
@@ -191,6 +203,8 @@ REFUSED = (
     (llama, LLAMA, dict(quantization_config=dict(quant_method="awq")), "quantization_config"),
     (llama, LLAMA, dict(num_local_experts=8), "num_local_experts = 8"),
     (llama, LLAMA, dict(residual_multiplier=0.22), "residual_multiplier = 0.22"),
+    (mistral, MISTRAL, dict(num_hidden_layers=2**40), "num_hidden_layers = 1099511627776 is more than"),
+    (qwen2, QWEN2, dict(num_hidden_layers=2**40), "num_hidden_layers = 1099511627776 is more than"),
     (mistral, MISTRAL, dict(sliding_window=0), "sliding_window = 0"),
     (mistral, MISTRAL, dict(attention_bias=True), "attention_bias = True"),
     (qwen2, QWEN2, dict(use_sliding_window=True, max_window_layers=0), "sliding_window is not given"),
@@ -212,6 +226,37 @@ def test_what_is_not_understood_is_refused_by_name(kind, config, change, message
     with pytest.raises(UnsupportedModel) as refusal:
         read_config(kind.Config, config | change)
     assert message in str(refusal.value)
+
+
+ODD = st.sampled_from(
+    [None, True, 0, 1, 2, 7, -1, 2**40, 0.0, 0.5, 1e-9, 1e30, float("nan"), float("inf"), "", "x", [], {}]
+)
+KEYS = sorted({*LLAMA, *QWEN2, *GEMMA3, "head_dim", "rope_scaling", "layer_types", "use_sliding_window",
+               "max_window_layers", "partial_rotary_factor", "sliding_window_pattern"} - {"model_type"})  # fmt: skip
+ROPE_KEYS = [field.name for field in dataclasses.fields(RopeParameters)]
+KINDS_OF_ROPE = st.sampled_from(["default", "linear", "llama3", "yarn", "dynamic"])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    base=st.sampled_from([(llama, LLAMA), (mistral, MISTRAL), (qwen2, QWEN2), (qwen3, QWEN3), (gemma3, GEMMA3)]),
+    changes=st.dictionaries(st.sampled_from(KEYS), ODD, max_size=3),
+    rope=st.none() | st.dictionaries(st.sampled_from(ROPE_KEYS), ODD, max_size=4),
+    kind=KINDS_OF_ROPE,
+)
+def test_a_config_is_read_or_refused_and_nothing_else(base, changes, rope, kind):
+    """Whatever stands in it: a Config whose angles are finite numbers, or UnsupportedModel."""
+    module, config = base
+    config = config | changes
+    if rope is not None:
+        config["rope_scaling"] = {"rope_type": kind, "factor": 4.0} | rope
+    try:
+        cfg = read_config(module.Config, config)
+        if cfg.head_dim > 4096 or cfg.num_hidden_layers > 4096:
+            return
+        assert np.isfinite(make_rope(cfg.rope, cfg.head_dim).inv_freq).all()
+    except UnsupportedModel as refusal:
+        assert str(refusal)
 
 
 @pytest.mark.parametrize("key", sorted(LLAMA.keys() - {"model_type", "num_key_value_heads"}))

@@ -7,7 +7,7 @@ import pytest
 from tests.support.blocks import random_blocks
 from tokenmill.errors import UnsupportedModel
 from tokenmill.models.registry import build_model
-from tokenmill.program import Heads, RecordingBuilder, StepShape, Weight
+from tokenmill.program import Heads, RecordingBuilder, Rope, StepShape, Weight
 from tokenmill.weights.loader import open_checkpoint
 
 
@@ -49,6 +49,14 @@ MISFITS = {
     "a norm that does not divide the row": (
         lambda b: b.rms_norm(activation(b, 10), weight("q_norm", 4), 1e-6),
         r"q_norm: 10 is not a multiple of its group 4",
+    ),
+    "a rope wider than its heads": (
+        lambda b: b.rope(activation(b, 16), activation(b, 8), Rope(8, (1.0,) * 5)),
+        r"rope turns 10 features of heads that have 8",
+    ),
+    "a rope of other heads": (
+        lambda b: b.rope(activation(b, 16), activation(b, 12), Rope(8, (1.0,) * 4)),
+        r"rope got 12 features for heads of 8",
     ),
     "heads that do not share evenly": (
         lambda b: b.attention(activation(b, 24), activation(b, 16), activation(b, 16), Heads(3, 2, 8), scale=1.0),

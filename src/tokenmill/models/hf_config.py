@@ -20,6 +20,7 @@ from ..errors import UnsupportedModel
 
 log = logging.getLogger(__name__)
 Config = TypeVar("Config")
+MAX_LAYERS = 1 << 16  # bounds what a config can make us allocate before the weights are looked at
 
 _IGNORED = """
     _attn_implementation _attn_implementation_autoset _name_or_path _sliding_window_pattern architectures
@@ -194,6 +195,13 @@ def _rope_parameters(keys: Keys, given: dict[str, Any], rope_theta: float) -> Ro
     for name in _REQUIRED_OF_ROPE.get(rope.rope_type, ()):
         if name not in given:
             raise UnsupportedModel(f"rope_type {rope.rope_type!r} needs {name}", param=name)
+    if rope.rope_theta <= 1:
+        raise UnsupportedModel(f"rope_theta = {rope.rope_theta!r} should be more than 1", param="rope_theta")
+    if rope.high_freq_factor <= rope.low_freq_factor:
+        raise UnsupportedModel(
+            f"high_freq_factor = {rope.high_freq_factor} should be more than low_freq_factor {rope.low_freq_factor}",
+            param="high_freq_factor",
+        )
     return rope
 
 
@@ -213,7 +221,7 @@ def read_num_kv_heads(keys: Keys) -> int:
 
 def window_everywhere(keys: Keys) -> tuple[int, ...]:
     """Mistral: every layer sees the last sliding_window positions, or all where it is null."""
-    return (keys.get("sliding_window", int | None, None) or 0,) * keys.get("num_hidden_layers", int)
+    return (keys.get("sliding_window", int | None, None) or 0,) * _num_layers(keys)
 
 
 def window_from_layer(keys: Keys) -> tuple[int, ...]:
@@ -233,7 +241,7 @@ def window_by_pattern(keys: Keys) -> tuple[int, ...]:
 
 
 def _windows(keys: Keys, slides: Callable[[int], bool]) -> tuple[int, ...]:
-    num_layers = keys.get("num_hidden_layers", int)
+    num_layers = _num_layers(keys)
     by_rule = ["sliding_attention" if slides(i) else "full_attention" for i in range(num_layers)]
     types = keys.get("layer_types", list, by_rule)
     if len(types) != num_layers:
@@ -244,3 +252,10 @@ def _windows(keys: Keys, slides: Callable[[int], bool]) -> tuple[int, ...]:
     if window is None and "sliding_attention" in types:
         raise UnsupportedModel("layer_types has windows, but sliding_window is not given", param="sliding_window")
     return tuple(window if kind == "sliding_attention" else 0 for kind in types)  # type: ignore[misc]
+
+
+def _num_layers(keys: Keys) -> int:
+    num_layers = keys.get("num_hidden_layers", int)
+    if num_layers > MAX_LAYERS:
+        raise UnsupportedModel(f"num_hidden_layers = {num_layers} is more than {MAX_LAYERS}", param="num_hidden_layers")
+    return num_layers

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..errors import UnsupportedModel
 from ..program import Rope
 
 if TYPE_CHECKING:
@@ -17,8 +18,12 @@ if TYPE_CHECKING:
 
 
 def make_rope(p: RopeParameters, head_dim: int) -> Rope:
-    """The Rope of a layer whose heads have `head_dim` features."""
+    """The Rope of a layer whose heads have `head_dim` features. Raises UnsupportedModel if they do not make pairs."""
     dim = int(head_dim * p.partial_rotary_factor)
+    if not 2 <= dim <= head_dim or dim % 2:
+        raise UnsupportedModel(
+            f"partial_rotary_factor {p.partial_rotary_factor} of head_dim {head_dim} turns {dim} features, not pairs"
+        )
     inv_freq, scale = _KINDS[p.rope_type](p, dim)
     return Rope(head_dim, tuple(inv_freq.astype(np.float32).tolist()), scale)
 

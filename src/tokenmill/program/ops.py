@@ -49,10 +49,6 @@ def _embed_shape(inputs, weights, attrs):
     return (("T", weight.shape[1]),)
 
 
-def _same_shape(inputs, weights, attrs):
-    return tuple((v.rows, v.dim) for v in inputs)
-
-
 def _rms_norm_shape(inputs, weights, attrs):
     (x,), (weight,) = inputs, weights
     group = attrs["group"]
@@ -79,6 +75,14 @@ def _linear_shape(inputs, weights, attrs):
             f"{weights[0].name}: residual of {residual.dim} features does not match {shapes[0][1]}",
         )
     return tuple(shapes)
+
+
+def _rope_shape(inputs, weights, attrs):
+    head_dim, turned = attrs["head_dim"], 2 * len(attrs["inv_freq"])
+    _need(turned <= head_dim, f"rope turns {turned} features of heads that have {head_dim}")
+    for x in inputs:
+        _need(x.dim % head_dim == 0, f"rope got {x.dim} features for heads of {head_dim}")
+    return tuple((x.rows, x.dim) for x in inputs)
 
 
 def _attention_shape(inputs, weights, attrs):
@@ -155,7 +159,7 @@ OPS: dict[str, OpSpec] = {
             "Rotary position embedding (Su et al. 2021) on q and k, pairs (i, i + len(inv_freq)) of each head, the "
             "rest of the head untouched: angle = position * inv_freq[i], both halves times `scale` (YaRN's factor). "
             "Attributes: head_dim, inv_freq (tuple of float), scale.",
-            _same_shape,
+            _rope_shape,
             _elementwise_flops(3),
             _activation_bytes,
         ),
