@@ -77,10 +77,14 @@ def test_an_abort_cancels_each_closed_gate_once(engine):
 @pytest.mark.parametrize("overlap", [False, True])
 def test_step_reports_count_every_computed_token_once(overlap):
     clock, reports = VirtualClock(), []
+
+    def failing(step_report):
+        raise RuntimeError("an observer's own business")
+
     cost = StepCost(step=1.0, token=0.25, context=0.0)
     device = FakeExecutor(num_pages=32, clock=clock, cost=cost)
     engine = make_engine(
-        device, num_pages=32, budget=8, caching=False, overlap=overlap, clock=clock, observers=[reports.append]
+        device, num_pages=32, budget=8, caching=False, overlap=overlap, clock=clock, observers=[failing, reports.append]
     )
     engine.add(AddRequest(request_id="a", prompt_token_ids=[5] * 20, params=SamplingParams(max_tokens=4), tenant="t"))
     while engine.has_work:

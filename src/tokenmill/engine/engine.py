@@ -220,7 +220,10 @@ class Engine:
             running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
             step_report = report(flight.plan, result, num_running=running, num_waiting=waiting)
             for observer in self.observers:
-                observer(step_report)
+                try:
+                    observer(step_report)
+                except Exception:  # who watches may not stop the work
+                    log.exception("an observer of the engine failed")
         return deltas
 
     def _fail(self, plan: StepPlan, error: Exception) -> None:
