@@ -8,7 +8,7 @@ from ..core import FinishReason, SamplingParams, TokenLogprobs
 
 
 class AddRequest(msgspec.Struct, tag=True, kw_only=True):
-    """A validated request, tokenised. The engine makes params.n sequences of it; choice i samples with seed (seed, i)."""
+    """A validated request, tokenised. The engine makes params.n sequences of it; choice i has the seed (seed, i)."""
 
     request_id: str  # unique among live requests; made by the front end, never by the client
     prompt_token_ids: list[int]
