@@ -7,8 +7,9 @@ from click.testing import CliRunner
 
 from tests.support.checkpoints import gguf_file, hf_folder
 from tokenmill.cli.main import main
-from tokenmill.cli.plan import activation_bytes, step_seconds
+from tokenmill.cli.plan import step_seconds, workspace_bytes
 from tokenmill.config import EngineConfig, ResolvedEngine
+from tokenmill.engine.load import load_engine
 from tokenmill.program import Program, RecordingBuilder, StepShape, Weight
 
 
@@ -29,7 +30,7 @@ def test_the_ledger_adds_up(tiny):
     made = plan(tiny, "--kv-cache-bytes", "1000000")
     page = made["page_size"] * made["kv_bytes_per_token"]
     assert made["num_pages"] == 1_000_000 // page and made["kv_bytes"] == made["num_pages"] * page
-    assert made["total_bytes"] == made["weight_bytes"] + made["kv_bytes"] + made["activation_bytes"]
+    assert made["total_bytes"] == made["weight_bytes"] + made["kv_bytes"] + made["workspace_bytes"]
     assert sum(made["weight_formats"].values()) > 0 and made["ops"]["attention"] >= 1
 
 
@@ -64,7 +65,7 @@ def test_a_context_past_the_models_is_refused(tiny):
     assert done.exit_code == 1 and "--context is 99999999" in done.output
 
 
-def test_activations_at_their_peak():
+def test_workspace_holds_what_is_alive_at_once():
     import numpy as np
 
     weight = lambda n, out, inn: Weight(n, (out, inn), "F32", np.zeros(4 * out * inn, np.uint8))  # noqa: E731
@@ -73,6 +74,15 @@ def test_activations_at_their_peak():
     gate, up = b.linear_split(x, (weight("g", 32, 8), weight("u", 32, 8)))
     program: Program = b.finish(b.linear(b.select_rows(b.act_mul(gate, up, "silu")), weight("h", 50, 32)))
     resolved = ResolvedEngine(EngineConfig(max_num_batched_tokens=10, max_num_seqs=3), 64, 4, 1)
-    assert activation_bytes(program, resolved) == 4 * 10 * (32 + 32 + 32)  # gate, up and their product
+    # 10 tokens: x (8), and gate, up and their product (32); of logit rows (3 + those for scoring, at most 10):
+    # the selected row (32) and the logits (50)
+    assert workspace_bytes(program, resolved) == 4 * (10 * (8 + 3 * 32) + 10 * (32 + 50))
     shape = StepShape(1, 1, 1)
     assert step_seconds(program, shape, 1.0, 1e30) == program.bytes(shape)
+
+
+def test_workspace_is_what_the_executor_takes(smollm2_path):
+    loaded = load_engine(EngineConfig(model=str(smollm2_path), num_threads=1, kv_cache_bytes=64 << 20))
+    taken = loaded.engine.runner.executor.memory["workspace"]
+    planned = plan(smollm2_path, "--kv-cache-bytes", str(64 << 20))["workspace_bytes"]
+    assert planned <= taken <= planned + (8 << 20)

@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from ..backends.select import max_logit_rows
 from ..config import MIB, EngineConfig, Machine, ModelFacts, ResolvedEngine, resolve
 from ..errors import ConfigError
 from ..program import Program, StepShape
@@ -20,6 +21,7 @@ from .options import config_from, options_of
 from .progress import download_progress
 
 PREFILL_TOKENS = 512
+FLOAT_FORMATS = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class Plan:
     weight_formats: dict[str, int]  # format: number of tensors
     kv_bytes: int
     kv_bytes_per_token: int
-    activation_bytes: int
+    workspace_bytes: int
     total_bytes: int
     available_bytes: int
     num_pages: int
@@ -52,22 +54,28 @@ class Plan:
     ops: dict[str, int]
 
 
-def activation_bytes(program: Program, resolved: ResolvedEngine) -> int:
-    """Bytes of float32 values alive at once in the fullest step, at their peak."""
-    rows = {
-        "T": resolved.config.max_num_batched_tokens,
-        "L": min(resolved.config.max_num_seqs, resolved.config.max_num_batched_tokens),
+def workspace_bytes(program: Program, resolved: ResolvedEngine) -> int:
+    """Bytes of activations for the fullest step: for each size of value, as many as are alive at once.
+
+    Values that a quantised matrix reads are kept in 8 bits too. Scratch of the kernels comes on top, some MiB.
+    """
+    rows = {"T": resolved.config.max_num_batched_tokens, "L": max_logit_rows(resolved)}
+    quantised = {
+        op.inputs[0].id
+        for op in program.ops
+        if op.name == "linear" and any(w.format not in FLOAT_FORMATS for w in op.weights)
     }
     last_use = {value.id: i for i, op in enumerate(program.ops) for value in op.inputs}
     if program.logits is not None:
         last_use[program.logits.id] = len(program.ops)
-    live = peak = 0
+    live: Counter[tuple[str, int, bool]] = Counter()
+    peak: Counter[tuple[str, int, bool]] = Counter()
     for i, op in enumerate(program.ops):
-        live += sum(4 * rows[v.rows] * v.dim for v in op.outputs)
-        peak = max(peak, live)
+        live.update((v.rows, v.dim, v.id in quantised) for v in op.outputs)
+        peak |= live
         ended = {v.id: v for v in (*op.inputs, *op.outputs) if last_use.get(v.id, i) == i}
-        live -= sum(4 * rows[v.rows] * v.dim for v in ended.values())
-    return peak
+        live.subtract((v.rows, v.dim, v.id in quantised) for v in ended.values())
+    return sum(count * rows[kind] * (4 * dim + (dim * 11 // 8 if q else 0)) for (kind, dim, q), count in peak.items())
 
 
 def step_seconds(program: Program, shape: StepShape, bandwidth: float, peak: float) -> float:
@@ -96,7 +104,7 @@ def make_plan(
     tokens = min(PREFILL_TOKENS, resolved.max_model_len)
     prefill = StepShape(tokens, 1, tokens * (tokens + 1) // 2)
     kv_bytes = resolved.num_pages * resolved.page_size * program.kv_bytes_per_token
-    activations = activation_bytes(program, resolved)
+    workspace = workspace_bytes(program, resolved)
     return Plan(
         model=name,
         family=family,
@@ -104,8 +112,8 @@ def make_plan(
         weight_formats=dict(Counter(w.format for w in program.weights).most_common()),
         kv_bytes=kv_bytes,
         kv_bytes_per_token=program.kv_bytes_per_token,
-        activation_bytes=activations,
-        total_bytes=program.weight_bytes + kv_bytes + activations,
+        workspace_bytes=workspace,
+        total_bytes=program.weight_bytes + kv_bytes + workspace,
         available_bytes=machine.memory_bytes,
         num_pages=resolved.num_pages,
         page_size=resolved.page_size,
@@ -198,7 +206,7 @@ def format_plan(plan: Plan, decisions: list[tuple[str, str]]) -> str:
             "KV",
             f"{mib(plan.kv_bytes)}: {plan.num_pages:,} pages of {plan.page_size}; {plan.kv_bytes_per_token:,} B/token",
         ),
-        ("activations", f"{mib(plan.activation_bytes)} at the peak of the fullest step"),
+        ("workspace", f"{mib(plan.workspace_bytes)}: activations of the fullest step; kernels add some MiB of scratch"),
         ("total", f"{mib(plan.total_bytes)} of {mib(plan.available_bytes)} available"),
         ("", ""),
         (
