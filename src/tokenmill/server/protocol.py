@@ -16,7 +16,7 @@ Field names and meanings are OpenAI's, with vLLM's and llama.cpp's sampling exte
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -63,12 +63,18 @@ REFUSED: dict[str, tuple] = {
 }
 
 
+if TYPE_CHECKING:
+    _Refused = Struct
+else:
+    _Refused = msgspec.defstruct("_Refused", [(name, Any, None) for name in REFUSED], kw_only=True)
+
+
 class StreamOptions(Struct):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # vLLM: usage so far in every chunk
 
 
-class GenerationRequest(Struct, kw_only=True):
+class GenerationRequest(_Refused, kw_only=True):
     """What both endpoints share."""
 
     model: str | None = None
@@ -98,42 +104,8 @@ class GenerationRequest(Struct, kw_only=True):
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None  # vLLM: the ids beside the text
     add_special_tokens: bool | None = None
-    # known, and refused where they ask for something
     tools: Any = None
     tool_choice: Any = None
-    functions: Any = None
-    function_call: Any = None
-    response_format: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    grammar: Any = None
-    json_schema: Any = None
-    modalities: Any = None
-    audio: Any = None
-    prediction: Any = None
-    web_search_options: Any = None
-    documents: Any = None
-    continue_final_message: Any = None
-    use_beam_search: Any = None
-    length_penalty: Any = None
-    suffix: Any = None
-    prompt_embeds: Any = None
-    logits_processors: Any = None
-    truncate_prompt_tokens: Any = None
-    cache_salt: Any = None
-    kv_transfer_params: Any = None
-    lora: Any = None
-    priority: Any = None
-    spaces_between_special_tokens: Any = None
-    repeat_last_n: Any = None
-    mirostat: Any = None
-    dynatemp_range: Any = None
-    xtc_probability: Any = None
-    dry_multiplier: Any = None
-    samplers: Any = None
 
     def check(self) -> None:
         """The rules that no type can say. Raises InvalidRequest, UnsupportedField."""
