@@ -35,7 +35,7 @@ def print_table(title: str, rows: list[dict[str, Any]], columns: dict[str, str])
     from rich.table import Table
 
     shown = {key: heading for key, heading in columns.items() if any(row.get(key) is not None for row in rows)}
-    table = Table(title=title, title_justify="left")
+    table = Table()
     for key, heading in shown.items():
         is_text = any(isinstance(row.get(key), str) for row in rows)
         table.add_column(heading, justify="left" if is_text else "right")
@@ -43,7 +43,8 @@ def print_table(title: str, rows: list[dict[str, Any]], columns: dict[str, str])
         table.add_row(*(format_value(row.get(key)) for key in shown))
     console = Console()
     if not console.is_terminal:
-        console = Console(width=max(120, sum(len(h) + 8 for h in shown.values())))
+        console = Console(width=max(120, len(title) + 4, sum(len(h) + 8 for h in shown.values())))
+    console.print(title, highlight=False, markup=False)
     console.print(table)
 
 
