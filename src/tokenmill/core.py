@@ -1,4 +1,4 @@
-"""The nouns every room shares: Request, SamplingParams, StepPlan, StepResult, Usage, FinishReason, and the Gate protocol.
+"""The nouns every room shares: Request, SamplingParams, StepPlan, StepResult, Usage, FinishReason, the Gate protocol.
 
 Plain data with arithmetic properties; verbs live elsewhere. Imports nothing of ours.
 
@@ -37,8 +37,8 @@ class SamplingParams:
 
     "off" values: top_k 0 or -1, top_p 1, min_p 0, typical_p 1, repetition_penalty 1, presence and frequency 0.
     temperature 0 (and anything below 1e-5) is greedy. seed None draws a fresh one for the request.
-    logprobs/prompt_logprobs: how many alternatives to report besides the chosen token (0: only the chosen one), from the
-    model's own distribution (before temperature, penalties, bias and filters), so always finite.
+    logprobs/prompt_logprobs: how many alternatives to report besides the chosen token (0: only the chosen one), from
+    the model's own distribution (before temperature, penalties, bias and filters), so always finite.
     max_tokens None means up to the context's edge.
     """
 
