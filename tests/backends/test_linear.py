@@ -69,7 +69,9 @@ def test_product_is_exact_but_for_float32_sums(format, isa, middle):
     logits, table, square, head = products(format, isa, tokens, middle)
     x = numbers(table)[tokens]
     if middle:
-        x = (x + round_activations(x, format, 16 if format in BY_16 else 32) @ numbers(square).astype(np.float64).T).astype(np.float32)
+        x = (
+            x + round_activations(x, format, 16 if format in BY_16 else 32) @ numbers(square).astype(np.float64).T
+        ).astype(np.float32)
     seen = round_activations(x, format, 16)
     exact = seen @ numbers(head).astype(np.float64).T + numbers(head.bias)
     size = np.abs(seen) @ np.abs(numbers(head).astype(np.float64)).T

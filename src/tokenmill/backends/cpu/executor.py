@@ -231,9 +231,9 @@ class CpuExecutor:
 
 
 def _activation_groups(program: Program) -> dict[int, int]:
-    """Which values quantised linears read, and how many of their features share a scale: 32, or 16 where it is worth it.
+    """Which values quantised linears read, and how many of their features share a scale: 32, or 16 where it pays.
 
-    What goes into attention and into the head loses the most when rounded to 8 bits, and those products are a small part
+    What goes into attention and into the head loses most when rounded to 8 bits, and those products are a small part
     of the work: groups of 16 there take a third off the divergence from float32 (docs/log.md, 2026-11-30).
     The kernels also need them for formats of BY_16.
     """

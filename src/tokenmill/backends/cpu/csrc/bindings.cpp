@@ -146,6 +146,7 @@ Numpy copy_rows(const float* data, size_t rows, size_t dim) {
 
 NB_MODULE(_native, m) {
   using namespace mill;
+  nb::set_leak_warnings(false);  // an interpreter that exits during a step still holds its executor
   m.def("instruction_sets", [] {
     const char* names[8];
     int n = list_kernels(names, 8);

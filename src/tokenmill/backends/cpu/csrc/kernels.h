@@ -24,18 +24,24 @@ struct Layout {
   bool quantised() const { return codes == Codes::U4 || codes == Codes::U8; }
 };
 
-// (rows, cols) weight as ceil(rows / 16) panels. A panel of a quantised weight: codes of all groups, then scales, then
-// mins.
-//   U4: byte 64 j + 4 row + b of a group (j < 4, b < 4) holds feature 4 j + b in its low nibble, 16 + 4 j + b in its
-//   high U8: byte 64 j + 4 row + b of a group (j < 8, b < 4) holds feature 4 j + b scales, mins: [group][half][row]
-// A panel of a float weight: [feature][row].
+// (rows, cols) weight as ceil(rows / 16) panels, one after the other, so that a thread reads one stream of memory.
+// A panel of a quantised weight is its groups, each: codes, then scales [half][row], then mins [half][row].
+//   U4: byte 64 j + 4 row + b of the codes (j < 4, b < 4) holds feature 4 j + b in its low nibble, 16 + 4 j + b in its
+//   high U8: byte 64 j + 4 row + b of the codes (j < 8, b < 4) holds feature 4 j + b
+// A panel of a float weight is [feature][row].
 struct PackedWeight {
   Layout layout;
   int rows, cols, panels;
-  size_t panel_bytes, scale_offset, min_offset;  // within a panel
-  const uint8_t* data;                           // 64-byte aligned
-  const float* bias;                             // (rows,) or null
+  size_t panel_bytes;
+  const uint8_t* data;  // 64-byte aligned
+  const float* bias;    // (rows,) or null
 };
+
+constexpr size_t codes_bytes(Codes c) { return c == Codes::U4 ? PANEL * GROUP / 2 : PANEL * GROUP; }
+constexpr size_t scale_bytes(bool f32, int halves) { return size_t(halves) * PANEL * (f32 ? 4 : 2); }
+constexpr size_t group_bytes(Codes c, bool f32, int halves, bool has_min) {
+  return codes_bytes(c) + scale_bytes(f32, halves) * (has_min ? 2 : 1);
+}
 
 // Activations quantised by groups of 32 features, or 16 where `fine`: x ~ scale * q, q in [-127, 127].
 // Tokens stand in tiles of the kernels' width (the last one ragged), so that a kernel walks one pointer:

@@ -11,6 +11,7 @@
 namespace mill::TM_NS {
 
 constexpr int SUBS = PANEL / W;  // vectors that make one panel
+constexpr int PREFETCH = 2048;   // bytes ahead: panels follow each other in memory
 
 #if TM_AVX512
 constexpr int TILE = 8;  // tokens that share one unpacking of a weight panel
@@ -45,7 +46,7 @@ static TM_INLINE void group_dot(const uint8_t* codes, const int8_t* x, vi (&dot)
     const __m512i low = _mm512_set1_epi8(15);
 #pragma GCC unroll 4
     for (int j = 0; j < 4; j++) {
-      __m512i both = _mm512_load_si512(codes + 64 * j);
+      __m512i both = _mm512_loadu_si512(codes + 64 * j);
       __m512i lo = _mm512_and_si512(both, low), hi = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
 #pragma GCC unroll 8
       for (int t = 0; t < TN; t++) dot4(dot[0][t], lo, at(j, t));
@@ -55,7 +56,7 @@ static TM_INLINE void group_dot(const uint8_t* codes, const int8_t* x, vi (&dot)
   } else {
 #pragma GCC unroll 8
     for (int j = 0; j < 8; j++) {
-      __m512i w = _mm512_load_si512(codes + 64 * j);
+      __m512i w = _mm512_loadu_si512(codes + 64 * j);
 #pragma GCC unroll 8
       for (int t = 0; t < TN; t++) dot4(dot[j < 4 ? 0 : HI][t], w, at(j, t));
     }
@@ -68,7 +69,7 @@ static TM_INLINE void group_dot(const uint8_t* codes, const int8_t* x, vi (&dot)
     vi sum16[PARTS][TN];
 #pragma GCC unroll 4
     for (int j = 0; j < 4; j++) {
-      __m256i both = _mm256_load_si256((const __m256i*)(codes + 64 * j));
+      __m256i both = _mm256_loadu_si256((const __m256i*)(codes + 64 * j));
       __m256i lo = _mm256_and_si256(both, low), hi = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
       for (int t = 0; t < TN; t++) {
         vi p = _mm256_maddubs_epi16(lo, splat(load_i32(at(j, t))));
@@ -85,7 +86,7 @@ static TM_INLINE void group_dot(const uint8_t* codes, const int8_t* x, vi (&dot)
     const __m256i top = _mm256_set1_epi8(char(0x80));
 #pragma GCC unroll 8
     for (int j = 0; j < 8; j++) {
-      __m256i w = _mm256_xor_si256(_mm256_load_si256((const __m256i*)(codes + 64 * j)), top);
+      __m256i w = _mm256_xor_si256(_mm256_loadu_si256((const __m256i*)(codes + 64 * j)), top);
       __m256i mag = _mm256_abs_epi8(w);
       for (int t = 0; t < TN; t++) {
         vi p = _mm256_maddubs_epi16(mag, _mm256_sign_epi8(splat(load_i32(at(j, t))), w));
@@ -97,8 +98,8 @@ static TM_INLINE void group_dot(const uint8_t* codes, const int8_t* x, vi (&dot)
     // Codes of at most 6 bits: two pairs, 4 * 63 * 127, fit in 16 bits.
 #pragma GCC unroll 4
     for (int j = 0; j < 8; j += 2) {
-      __m256i w0 = _mm256_load_si256((const __m256i*)(codes + 64 * j));
-      __m256i w1 = _mm256_load_si256((const __m256i*)(codes + 64 * j + 64));
+      __m256i w0 = _mm256_loadu_si256((const __m256i*)(codes + 64 * j));
+      __m256i w1 = _mm256_loadu_si256((const __m256i*)(codes + 64 * j + 64));
       for (int t = 0; t < TN; t++) {
         vi p = _mm256_add_epi16(_mm256_maddubs_epi16(w0, splat(load_i32(at(j, t)))),
                                 _mm256_maddubs_epi16(w1, splat(load_i32(at(j + 1, t)))));
@@ -189,32 +190,33 @@ static void quant_tile(const LinearArgs& a, int panel, int token) {
   const PackedWeight& w = *a.weight;
   const int groups = w.cols / GROUP;
   const uint8_t* base = w.data + size_t(panel) * w.panel_bytes;
-  const uint8_t *scales = base + w.scale_offset, *mins = base + w.min_offset;
-  constexpr size_t group_bytes = C == Codes::U4 ? PANEL * GROUP / 2 : PANEL * GROUP;
+  constexpr size_t CODES = codes_bytes(C), SCALES = scale_bytes(F32, HALVES), STRIDE = group_bytes(C, F32, HALVES, MIN);
   const size_t first = size_t(token) * groups * PARTS;
   float tile[TN][PANEL];
   for (int s = 0; s < SUBS; s++) {
     vf acc[TN];
     for (int t = 0; t < TN; t++) acc[t] = splat(0.0f);
-    const uint8_t* codes = base + s * W * 4;
+    const uint8_t* group = base;
     const int8_t* x = a.xq.q + size_t(token) * w.cols;
     const float *xs = a.xq.scale + first, *scaled = a.xq.scaled + first;
     const int32_t* neg_sum = a.xq.neg_sum + first;
     for (int g = 0; g < groups; g++) {
+      if (s == 0)
+        for (size_t i = 0; i < STRIDE; i += 64) __builtin_prefetch(group + i + PREFETCH);
       vi dot[PARTS][TN];
       for (int h = 0; h < PARTS; h++)
         for (int t = 0; t < TN; t++) dot[h][t] = correction<ZERO>(neg_sum + h * TN + t);
-      group_dot<C, ZERO, PARTS, TN>(codes, x, dot);
+      group_dot<C, ZERO, PARTS, TN>(group + s * W * 4, x, dot);
       for (int h = 0; h < PARTS; h++) {
-        size_t index = size_t(g * HALVES + (HALVES == 2 ? h : 0)) * PANEL + s * W;
-        vf scale = load_scale<F32>(scales, index);
+        const size_t index = (HALVES == 2 ? h * PANEL : 0) + s * W;
+        vf scale = load_scale<F32>(group + CODES, index);
         for (int t = 0; t < TN; t++) acc[t] = fma(to_float(dot[h][t]), mul(scale, splat(xs[h * TN + t])), acc[t]);
         if constexpr (MIN) {
-          vf min = load_scale<F32>(mins, index);
+          vf min = load_scale<F32>(group + CODES + SCALES, index);
           for (int t = 0; t < TN; t++) acc[t] = fma(min, splat(scaled[h * TN + t]), acc[t]);
         }
       }
-      codes += group_bytes, x += GROUP * TN;
+      group += STRIDE, x += GROUP * TN;
       xs += PARTS * TN, scaled += PARTS * TN, neg_sum += PARTS * TN;
     }
     for (int t = 0; t < TN; t++) store(tile[t] + s * W, acc[t]);
@@ -335,20 +337,22 @@ static void unpack_row(const PackedWeight& w, int row, float scale, float* out) 
         std::memcpy(&v, &bits, 4);
       }
     } else {
-      int g = k / GROUP, i = k % GROUP, code;
+      const int i = k % GROUP, half = l.halves == 2 ? i / 16 : 0;
+      const uint8_t* group = base + k / GROUP * group_bytes(l.codes, l.scale_f32, l.halves, l.has_min);
+      int code;
       if (l.codes == Codes::U4) {
-        uint8_t byte = base[size_t(g) * (PANEL * GROUP / 2) + 64 * (i % 16 / 4) + 4 * lane + i % 4];
+        uint8_t byte = group[64 * (i % 16 / 4) + 4 * lane + i % 4];
         code = i < 16 ? byte & 15 : byte >> 4;
       } else {
-        code = base[size_t(g) * (PANEL * GROUP) + 64 * (i / 4) + 4 * lane + i % 4];
+        code = group[64 * (i / 4) + 4 * lane + i % 4];
       }
-      size_t index = size_t(g * l.halves + (l.halves == 2 ? i / 16 : 0)) * PANEL + lane;
-      auto read = [&](size_t offset) {
-        if (l.scale_f32) return ((const float*)(base + offset))[index];
-        return f16_to_f32_bits(((const uint16_t*)(base + offset))[index]);
+      auto read = [&](const uint8_t* p) {
+        if (l.scale_f32) return reinterpret_cast<const float*>(p)[half * PANEL + lane];
+        return f16_to_f32_bits(reinterpret_cast<const uint16_t*>(p)[half * PANEL + lane]);
       };
-      v = read(w.scale_offset) * float(code - l.zero);
-      if (l.has_min) v += read(w.min_offset);
+      const uint8_t* scales = group + codes_bytes(l.codes);
+      v = read(scales) * float(code - l.zero);
+      if (l.has_min) v += read(scales + scale_bytes(l.scale_f32, l.halves));
     }
     out[k] = v * scale;
   }

@@ -164,8 +164,6 @@ const Format* find(const std::string& name) {
   return nullptr;
 }
 
-size_t align64(size_t n) { return (n + 63) / 64 * 64; }
-
 }  // namespace
 
 bool layout_of(const std::string& format, Layout* layout) {
@@ -179,17 +177,12 @@ size_t row_bytes(const std::string& format, int cols) {
   return f && cols % f->block == 0 ? size_t(cols) / f->block * f->bytes : 0;
 }
 
-PackedWeight plan_weight(const Layout& layout, int rows, int cols) {
-  PackedWeight w{layout, rows, cols, (rows + PANEL - 1) / PANEL, 0, 0, 0, nullptr, nullptr};
-  if (!layout.quantised()) {
-    w.panel_bytes = size_t(cols) * PANEL * (layout.codes == Codes::F32 ? 4 : 2);
-    return w;
-  }
-  size_t groups = cols / GROUP;
-  size_t scales = groups * layout.halves * PANEL * (layout.scale_f32 ? 4 : 2);
-  w.scale_offset = groups * (layout.codes == Codes::U4 ? PANEL * GROUP / 2 : PANEL * GROUP);
-  w.min_offset = w.scale_offset + scales;
-  w.panel_bytes = align64(w.min_offset + (layout.has_min ? scales : 0));
+PackedWeight plan_weight(const Layout& l, int rows, int cols) {
+  PackedWeight w{l, rows, cols, (rows + PANEL - 1) / PANEL, 0, nullptr, nullptr};
+  if (l.quantised())
+    w.panel_bytes = size_t(cols / GROUP) * group_bytes(l.codes, l.scale_f32, l.halves, l.has_min);
+  else
+    w.panel_bytes = size_t(cols) * PANEL * (l.codes == Codes::F32 ? 4 : 2);
   return w;
 }
 
@@ -206,27 +199,27 @@ void pack_panel(const std::string& format, const PackedWeight& w, const uint8_t*
         for (int k = 0; k < w.cols; k++) std::memcpy(out + (size_t(k) * PANEL + lane) * 2, row + size_t(k) * 2, 2);
       continue;
     }
+    const size_t codes = codes_bytes(l.codes), scales = scale_bytes(l.scale_f32, l.halves);
     for (int g = 0; g < w.cols / GROUP; g++) {
       Group group;
       f.group(row, g, group);
+      uint8_t* at = out + g * group_bytes(l.codes, l.scale_f32, l.halves, l.has_min);
+      uint8_t* p = at + 4 * lane;
       if (l.codes == Codes::U4) {
-        uint8_t* p = out + size_t(g) * (PANEL * GROUP / 2) + 4 * lane;
         for (int j = 0; j < 4; j++)
           for (int b = 0; b < 4; b++) p[64 * j + b] = uint8_t(group.code[4 * j + b] | group.code[16 + 4 * j + b] << 4);
       } else {
-        uint8_t* p = out + size_t(g) * (PANEL * GROUP) + 4 * lane;
         for (int j = 0; j < 8; j++) std::memcpy(p + 64 * j, group.code + 4 * j, 4);
       }
+      auto put = [&](uint8_t* to, int h, float v) {
+        if (l.scale_f32)
+          reinterpret_cast<float*>(to)[h * PANEL + lane] = v;
+        else
+          reinterpret_cast<uint16_t*>(to)[h * PANEL + lane] = f32_to_f16_bits(v);  // came from f16: exact
+      };
       for (int h = 0; h < l.halves; h++) {
-        size_t index = size_t(g * l.halves + h) * PANEL + lane;
-        auto put = [&](size_t offset, float v) {
-          if (l.scale_f32)
-            ((float*)(out + offset))[index] = v;
-          else
-            ((uint16_t*)(out + offset))[index] = f32_to_f16_bits(v);  // came from f16: exact
-        };
-        put(w.scale_offset, group.scale[h]);
-        if (l.has_min) put(w.min_offset, group.min[h]);
+        put(at + codes, h, group.scale[h]);
+        if (l.has_min) put(at + codes + scales, h, group.min[h]);
       }
     }
   }
