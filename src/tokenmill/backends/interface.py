@@ -28,7 +28,7 @@ class SamplingInputs:
       3. repetition_penalty over every history token; frequency * count + presence over the output part of the history.
       4. temperature < GREEDY_BELOW: the highest logit, the lowest id among equals. Otherwise divide by temperature, and
          keep in turn top_k, top_p, min_p, typical_p of the renormalised survivors (ties broken by lower id).
-      5. u = philox(seed, counter) in [0, 1): the first survivor, by ascending id, whose cumulative probability exceeds u.
+      5. u = philox(seed, counter) in [0, 1): the first survivor, by ascending id, whose cumulative probability > u.
     A row with target >= 0 samples nothing: it reports the logprob of `target` (a prompt token).
     A row whose logits are not finite numbers gives token -1.
     """
