@@ -14,6 +14,7 @@ from .errors import ConfigError
 Decision = tuple[str, str]  # (what, which and why), printed once at start
 
 MIB = 1 << 20
+KV_CACHE_BYTES = {"float16": 2, "float32": 4}  # of one cached number
 PAGE_SIZE = 16  # positions a KV page holds; the kernels' vector width
 
 
@@ -27,6 +28,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 512  # token budget of a step
     max_waiting: int = 1024  # sequences queued; beyond it 429
     enable_prefix_caching: bool = True
+    kv_cache_dtype: str = "float16"  # or float32: twice the memory, Transformers' logits to rounding
     num_threads: int | None = None  # None: the cores this process may use
     backend: str = "cpu"  # cpu; reference is the numpy specification, slow
     isa: str | None = None  # None: the best this machine has; plain, avx2, avx512, neon
@@ -84,7 +86,7 @@ class ModelFacts:
 
     context_length: int
     weight_bytes: int
-    kv_bytes_per_token: int
+    kv_bytes_per_token: int  # in an f16 cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,10 @@ class ResolvedEngine:
     num_threads: int
     page_size: int = PAGE_SIZE
 
+    def kv_bytes_per_token(self, in_f16: int) -> int:
+        """Bytes of keys and values per token, given those of an f16 cache."""
+        return in_f16 * KV_CACHE_BYTES[self.config.kv_cache_dtype] // 2
+
 
 def resolve(config: EngineConfig, machine: Machine, model: ModelFacts) -> tuple[ResolvedEngine, list[Decision]]:
     """Fill every open setting. Raises ConfigError naming the setting, its value and the limit."""
@@ -107,6 +113,8 @@ def resolve(config: EngineConfig, machine: Machine, model: ModelFacts) -> tuple[
         value = getattr(config, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}; it must be at least 1")
+    if config.kv_cache_dtype not in KV_CACHE_BYTES:
+        raise ConfigError(f"kv_cache_dtype is {config.kv_cache_dtype!r}; there are {', '.join(KV_CACHE_BYTES)}")
     decisions: list[Decision] = []
     threads = config.num_threads or machine.cores
     decisions.append(("threads", f"{threads} of {machine.cores} cores"))
@@ -114,7 +122,7 @@ def resolve(config: EngineConfig, machine: Machine, model: ModelFacts) -> tuple[
     wanted_len = config.max_model_len or model.context_length
     if wanted_len > model.context_length:
         raise ConfigError(f"max_model_len is {wanted_len}; the model was made for {model.context_length} tokens")
-    page_bytes = PAGE_SIZE * model.kv_bytes_per_token
+    page_bytes = PAGE_SIZE * model.kv_bytes_per_token * KV_CACHE_BYTES[config.kv_cache_dtype] // 2
     useful = config.max_num_seqs * -(-wanted_len // PAGE_SIZE) * page_bytes
     budget = config.kv_cache_bytes or min(machine.memory_bytes // 4, useful)
     num_pages = budget // page_bytes
@@ -132,7 +140,7 @@ def resolve(config: EngineConfig, machine: Machine, model: ModelFacts) -> tuple[
     decisions.append(
         (
             "KV cache",
-            f"{num_pages} pages of {PAGE_SIZE} tokens, {num_pages * page_bytes / MIB:.0f} MiB f16 "
+            f"{num_pages} pages of {PAGE_SIZE} tokens, {num_pages * page_bytes / MIB:.0f} MiB {config.kv_cache_dtype} "
             f"({'given' if config.kv_cache_bytes else 'a quarter of free memory at most'})",
         )
     )

@@ -78,7 +78,8 @@ static void check_linear(const KernelTable& k, const KernelTable& plain, const c
   std::free(memory);
 }
 
-static void check_attention(const KernelTable& k, const KernelTable& plain, int head_dim, int window, float softcap) {
+static void check_attention(const KernelTable& k, const KernelTable& plain, int head_dim, int window, float softcap,
+                            bool f32) {
   const int heads = 6, kv_heads = 2, pages = 50, tokens = 19, length = 700;
   const int v_stride = (head_dim + PAGE - 1) / PAGE * PAGE;
   std::vector<int32_t> table(pages);
@@ -88,19 +89,20 @@ static void check_attention(const KernelTable& k, const KernelTable& plain, int 
   std::vector<float> out[2], split[2];
   for (int i = 0; i < 2; i++) {
     const KernelTable& t = i ? plain : k;
-    std::vector<uint16_t> kp(size_t(pages) * kv_heads * head_dim * PAGE),
+    std::vector<float> kp(size_t(pages) /* f16 takes the first half */ * kv_heads * head_dim * PAGE),
         vp(size_t(pages) * kv_heads * v_stride * PAGE);
     for (int p = 0; p < length; p++)
-      t.kv_write(keys.data() + size_t(p) * kv_heads * head_dim, values.data() + size_t(p) * kv_heads * head_dim,
-                 kp.data(), vp.data(), table[p / PAGE] * PAGE + p % PAGE, kv_heads, head_dim, v_stride);
+      t.attention[f32].write(keys.data() + size_t(p) * kv_heads * head_dim,
+                             values.data() + size_t(p) * kv_heads * head_dim, kp.data(), vp.data(),
+                             table[p / PAGE] * PAGE + p % PAGE, kv_heads, head_dim, v_stride);
     std::vector<float> scratch(attention_scratch(heads / kv_heads, head_dim, v_stride));
     out[i].resize(q.size());
     split[i].resize(size_t(heads) * head_dim);
     AttentionArgs a{q.data(), out[i].data(), kp.data(), vp.data(), table.data(), heads,
                     kv_heads, head_dim,      v_stride,  window,    0.125f,       softcap};
     for (int h = 0; h < kv_heads; h++) {
-      t.attention(a, 0, 16, length - tokens, h, scratch.data());
-      t.attention(a, 16, tokens, length - tokens + 16, h, scratch.data());
+      t.attention[f32].rows(a, 0, 16, length - tokens, h, scratch.data());
+      t.attention[f32].rows(a, 16, tokens, length - tokens + 16, h, scratch.data());
     }
     // The last row again, in segments: the same bits.
     AttentionArgs last = a;
@@ -112,7 +114,7 @@ static void check_attention(const KernelTable& k, const KernelTable& plain, int 
       std::vector<const float*> pp;
       std::vector<const SegmentState*> sp;
       for (int s = 0; s < segments; s++) {
-        t.attention_segment(last, tokens - 1, length - 1, h, s, parts[s].data(), states[s].data(), scratch.data());
+        t.attention[f32].segment(last, tokens - 1, length - 1, h, s, parts[s].data(), states[s].data(), scratch.data());
         pp.push_back(parts[s].data()), sp.push_back(states[s].data());
       }
       t.attention_merge(last, tokens - 1, h, pp.data(), sp.data(), segments);
@@ -161,11 +163,12 @@ int main(int argc, char** argv) {
        {"F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "IQ4_NL", "IQ4_XS"})
     check_linear(*k, *plain, f, false);
   for (const char* f : {"Q4_0", "Q4_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q6_K"}) check_linear(*k, *plain, f, true);
-  for (int head_dim : {64, 24}) {
-    check_attention(*k, *plain, head_dim, 0, 0);
-    check_attention(*k, *plain, head_dim, 100, 0);
-    check_attention(*k, *plain, head_dim, 0, 5);
-  }
+  for (bool f32 : {false, true})
+    for (int head_dim : {64, 24}) {
+      check_attention(*k, *plain, head_dim, 0, 0, f32);
+      check_attention(*k, *plain, head_dim, 100, 0, f32);
+      check_attention(*k, *plain, head_dim, 0, 5, f32);
+    }
   for (int n : {64, 576, 1000}) check_rows(*k, *plain, n);
   std::printf("%s: %d differences\n", k->name, failures);
   return failures > 0;

@@ -28,7 +28,9 @@ def make_executor(
     if config.backend == "reference":
         from .reference import ReferenceExecutor
 
-        return ReferenceExecutor(program, num_pages=resolved.num_pages, page_size=resolved.page_size)
+        return ReferenceExecutor(
+            program, num_pages=resolved.num_pages, page_size=resolved.page_size, kv_dtype=config.kv_cache_dtype
+        )
     if config.backend != "cpu":
         raise ConfigError(f"backend is {config.backend!r}; there are {', '.join(BACKENDS)}")
     from .cpu.executor import CpuExecutor
@@ -42,5 +44,6 @@ def make_executor(
         max_requests=config.max_num_seqs,
         max_logit_rows=max_logit_rows(resolved),
         isa=config.isa,
+        kv_dtype=config.kv_cache_dtype,
         progress=progress,
     )

@@ -32,6 +32,7 @@ HELP: dict[type, dict[str, str]] = {
         "enable_prefix_caching": "Reuse the KV of prompts that begin alike.",
         "num_threads": "Compute threads. Default: the cores this process may use.",
         "backend": "cpu, or reference: the numpy specification, slow.",
+        "kv_cache_dtype": "Numbers of the KV cache: float16, or float32 (twice the memory). Default: float16.",
         "isa": "Instruction set: plain, avx2, avx512 or neon. Default: the best this machine has.",
         "seed": "Seed of requests that bring none. Default: fresh each time.",
     },

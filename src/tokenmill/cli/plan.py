@@ -103,7 +103,8 @@ def make_plan(
     batch = StepShape(concurrency, concurrency, concurrency * context)
     tokens = min(PREFILL_TOKENS, resolved.max_model_len)
     prefill = StepShape(tokens, 1, tokens * (tokens + 1) // 2)
-    kv_bytes = resolved.num_pages * resolved.page_size * program.kv_bytes_per_token
+    kv_bytes_per_token = resolved.kv_bytes_per_token(program.kv_bytes_per_token)
+    kv_bytes = resolved.num_pages * resolved.page_size * kv_bytes_per_token
     workspace = workspace_bytes(program, resolved)
     return Plan(
         model=name,
@@ -111,7 +112,7 @@ def make_plan(
         weight_bytes=program.weight_bytes,
         weight_formats=dict(Counter(w.format for w in program.weights).most_common()),
         kv_bytes=kv_bytes,
-        kv_bytes_per_token=program.kv_bytes_per_token,
+        kv_bytes_per_token=kv_bytes_per_token,
         workspace_bytes=workspace,
         total_bytes=program.weight_bytes + kv_bytes + workspace,
         available_bytes=machine.memory_bytes,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ...config import MIB, PAGE_SIZE
+from ...config import KV_CACHE_BYTES, MIB, PAGE_SIZE
 from ...errors import ConfigError, UnsupportedModel
 from ...program import Op, Program, StepInputs, Value, Weight
 from ...program.ops import ACTIVATIONS
@@ -53,6 +53,7 @@ class CpuExecutor:
         max_requests: int = 64,
         max_logit_rows: int = 128,
         isa: str | None = None,
+        kv_dtype: str = "float16",
         keep_values: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ):
@@ -61,11 +62,20 @@ class CpuExecutor:
         sets = _native.instruction_sets()
         if isa is not None and isa not in sets:
             raise ConfigError(f"isa is {isa!r}; this machine runs {', '.join(sets)}")
+        if kv_dtype not in KV_CACHE_BYTES:
+            raise ConfigError(f"kv_cache_dtype is {kv_dtype!r}; the CPU backend has {', '.join(KV_CACHE_BYTES)}")
         self.program = program
         self.max_logit_rows = max_logit_rows
         assert program.logits is not None
         self._native = _native.Executor(
-            isa or "", num_threads, max_tokens, max_requests, max_logit_rows, num_pages, program.vocab_size
+            isa or "",
+            num_threads,
+            max_tokens,
+            max_requests,
+            max_logit_rows,
+            num_pages,
+            program.vocab_size,
+            kv_dtype == "float32",
         )
         self._weights: dict[str, int] = {}
         self._vectors: dict[str, int] = {}

@@ -1,4 +1,4 @@
-// Attention over the paged cache, keys and values read back from f16 whatever wrote them.
+// Attention over the paged cache, keys and values read back from the cache's own format (KV: f16 as uint16_t, or f32).
 //
 // Positions are worked in runs of 64 and segments of 512 at fixed places, so the order of every sum depends on a
 // query's own position only: not on the chunk it came in, nor on who else is in the step.
@@ -22,6 +22,16 @@ constexpr int D_BLOCK = 2;
 #endif
 constexpr int Q_BLOCK = 4;  // heads that share each load
 
+static TM_INLINE vf load_kv(const uint16_t* p) { return load_f16(p); }
+static TM_INLINE vf load_kv(const float* p) { return load(p); }
+static TM_INLINE void to_kv(float x, uint16_t* p) {
+  float t[W] = {x};
+  uint16_t half[W];
+  store_f16(half, load(t));
+  *p = half[0];
+}
+static TM_INLINE void to_kv(float x, float* p) { *p = x; }
+
 struct Head {  // one (token, head) while its tile is worked
   float *q, *segment_out, *total_out, *scores;
   float max, sum;              // of the segment so far
@@ -30,8 +40,8 @@ struct Head {  // one (token, head) while its tile is worked
 };
 
 // scores of N heads against VB vectors of keys. k: f32 (page, head_dim, PAGE), or f16 pages where RAW
-template <int N, int VB, bool RAW>
-static TM_INLINE void score_vectors(Head* const* heads, const float* k, const uint16_t* const* pages, int first,
+template <int N, int VB, bool RAW, class KV>
+static TM_INLINE void score_vectors(Head* const* heads, const float* k, const KV* const* pages, int first,
                                     int head_dim) {
   vf acc[N][VB];
   for (int i = 0; i < N; i++)
@@ -41,7 +51,7 @@ static TM_INLINE void score_vectors(Head* const* heads, const float* k, const ui
   for (int d = 0; d < head_dim; d++)
     for (int b = 0; b < VB; b++) {
       const int page = (first + b) * W / PAGE, s = (first + b) * W % PAGE;
-      vf kd = RAW ? load_f16(pages[page] + d * PAGE + s) : load(k + (size_t(page) * head_dim + d) * PAGE + s);
+      vf kd = RAW ? load_kv(pages[page] + d * PAGE + s) : load(k + (size_t(page) * head_dim + d) * PAGE + s);
       for (int i = 0; i < N; i++) acc[i][b] = fma(kd, splat(q[i][d]), acc[i][b]);
     }
   for (int i = 0; i < N; i++)
@@ -49,8 +59,8 @@ static TM_INLINE void score_vectors(Head* const* heads, const float* k, const ui
 }
 
 // scores[RUN] of N heads against the pages of a run, some vectors of positions at once so that sums overlap
-template <int N, bool RAW>
-static TM_INLINE void run_scores(Head* const* heads, const float* k, const uint16_t* const* pages, int n_pages,
+template <int N, bool RAW, class KV>
+static TM_INLINE void run_scores(Head* const* heads, const float* k, const KV* const* pages, int n_pages,
                                  int head_dim) {
   constexpr int VB = W == 16 ? 4 : 2;
   const int n = n_pages * PAGE / W;
@@ -88,9 +98,9 @@ static TM_INLINE float run_softmax(Head& h, int run_start, int n, float softcap)
 }
 
 // segment_out of N heads += probabilities x values, positions [t0, t1) of the run.
-template <int N, bool RAW>
-static TM_INLINE void run_values(Head* const* heads, const float* corrections, const float* v,
-                                 const uint16_t* const* pages, int t0, int t1, int v_stride) {
+template <int N, bool RAW, class KV>
+static TM_INLINE void run_values(Head* const* heads, const float* corrections, const float* v, const KV* const* pages,
+                                 int t0, int t1, int v_stride) {
   for (int d = 0; d < v_stride; d += D_BLOCK * W) {
     const int blocks = v_stride - d < D_BLOCK * W ? (v_stride - d) / W : D_BLOCK;
     if (blocks == D_BLOCK) {
@@ -101,7 +111,7 @@ static TM_INLINE void run_values(Head* const* heads, const float* corrections, c
       for (int t = t0; t < t1; t++) {
         vf vt[D_BLOCK];
         for (int b = 0; b < D_BLOCK; b++)
-          vt[b] = RAW ? load_f16(pages[t / PAGE] + size_t(t % PAGE) * v_stride + d + b * W)
+          vt[b] = RAW ? load_kv(pages[t / PAGE] + size_t(t % PAGE) * v_stride + d + b * W)
                       : load(v + size_t(t) * v_stride + d + b * W);
         for (int i = 0; i < N; i++) {
           vf p = splat(heads[i]->scores[t]);
@@ -116,7 +126,7 @@ static TM_INLINE void run_values(Head* const* heads, const float* corrections, c
           float* out = heads[i]->segment_out + d + b * W;
           vf acc = mul(load(out), splat(corrections[i]));
           for (int t = t0; t < t1; t++) {
-            vf vt = RAW ? load_f16(pages[t / PAGE] + size_t(t % PAGE) * v_stride + d + b * W)
+            vf vt = RAW ? load_kv(pages[t / PAGE] + size_t(t % PAGE) * v_stride + d + b * W)
                         : load(v + size_t(t) * v_stride + d + b * W);
             acc = fma(splat(heads[i]->scores[t]), vt, acc);
           }
@@ -126,10 +136,9 @@ static TM_INLINE void run_values(Head* const* heads, const float* corrections, c
   }
 }
 
-template <bool RAW>
+template <bool RAW, class KV>
 static TM_INLINE void run_heads(const AttentionArgs& a, Head* const* heads, int n, int run_start, int n_pages,
-                                const float* k, const float* v, const uint16_t* const* k_pages,
-                                const uint16_t* const* v_pages) {
+                                const float* k, const float* v, const KV* const* k_pages, const KV* const* v_pages) {
   // All n heads belong to one token, so they see the same positions.
   int t0 = heads[0]->first > run_start ? heads[0]->first - run_start : 0;
   int t1 = heads[0]->last - run_start + 1 < RUN ? heads[0]->last - run_start + 1 : RUN;
@@ -187,14 +196,15 @@ static TM_INLINE void end_segment(Head& h, int v_stride) {
 }
 
 // Pointers to the pages of a run for one kv head; how many of them exist up to `last`.
-static TM_INLINE int run_pages(const AttentionArgs& a, int kv_head, int run_start, int last, const uint16_t** k,
-                               const uint16_t** v) {
+template <class KV>
+static TM_INLINE int run_pages(const AttentionArgs& a, int kv_head, int run_start, int last, const KV** k,
+                               const KV** v) {
   int n = (last - run_start) / PAGE + 1;
   if (n > RUN_PAGES) n = RUN_PAGES;
   for (int i = 0; i < n; i++) {
     size_t page = size_t(a.page_table[run_start / PAGE + i]) * a.n_kv_heads + kv_head;
-    k[i] = a.k_pages + page * a.head_dim * PAGE;
-    v[i] = a.v_pages + page * PAGE * a.v_stride;
+    k[i] = static_cast<const KV*>(a.k_pages) + page * a.head_dim * PAGE;
+    v[i] = static_cast<const KV*>(a.v_pages) + page * PAGE * a.v_stride;
   }
   return n;
 }
@@ -204,6 +214,7 @@ static void write_out(const AttentionArgs& a, float* out, const float* total, fl
   for (int d = 0; d < a.head_dim; d++) out[d] = total[d] * inverse;
 }
 
+template <class KV>
 static void attention(const AttentionArgs& a, int row0, int row1, int position0, int kv_head, float* scratch) {
   const int group = a.n_heads / a.n_kv_heads, tokens = row1 - row0;
   float* k_run = scratch;
@@ -235,14 +246,14 @@ static void attention(const AttentionArgs& a, int row0, int row1, int position0,
       for (int i = 0; i < tokens * g_n; i++) begin_segment(heads[i], a.v_stride);
       for (int run = segment; run < segment + SEGMENT && run <= last; run += RUN) {
         if (run + RUN <= first) continue;
-        const uint16_t *k_pages[RUN_PAGES], *v_pages[RUN_PAGES];
+        const KV *k_pages[RUN_PAGES], *v_pages[RUN_PAGES];
         int n_pages = run_pages(a, kv_head, run, last, k_pages, v_pages);
         if (tokens > 1) {
           for (int page = 0; page < n_pages; page++) {
             for (int i = 0; i < a.head_dim * PAGE; i += W)
-              store(k_run + size_t(page) * a.head_dim * PAGE + i, load_f16(k_pages[page] + i));
+              store(k_run + size_t(page) * a.head_dim * PAGE + i, load_kv(k_pages[page] + i));
             for (int i = 0; i < a.v_stride * PAGE; i += W)
-              store(v_run + size_t(page) * a.v_stride * PAGE + i, load_f16(v_pages[page] + i));
+              store(v_run + size_t(page) * a.v_stride * PAGE + i, load_kv(v_pages[page] + i));
           }
         }
         for (int t = 0; t < tokens; t++) {
@@ -253,7 +264,7 @@ static void attention(const AttentionArgs& a, int row0, int row1, int position0,
             int b = g_n - g < Q_BLOCK ? g_n - g : Q_BLOCK;
             for (int i = 0; i < b; i++) block[i] = row + g + i;
             if (tokens > 1)
-              run_heads<false>(a, block, b, run, n_pages, k_run, v_run, nullptr, nullptr);
+              run_heads<false, KV>(a, block, b, run, n_pages, k_run, v_run, nullptr, nullptr);
             else
               run_heads<true>(a, block, b, run, n_pages, nullptr, nullptr, k_pages, v_pages);
           }
@@ -270,6 +281,7 @@ static void attention(const AttentionArgs& a, int row0, int row1, int position0,
   }
 }
 
+template <class KV>
 static void attention_segment(const AttentionArgs& a, int row, int position, int kv_head, int segment, float* partial,
                               SegmentState* states, float* scratch) {
   const int group = a.n_heads / a.n_kv_heads;
@@ -292,7 +304,7 @@ static void attention_segment(const AttentionArgs& a, int row, int position, int
     int start = segment * SEGMENT, last = position;
     for (int run = start; run < start + SEGMENT && run <= last; run += RUN) {
       if (run + RUN <= heads[0].first) continue;
-      const uint16_t *k_pages[RUN_PAGES], *v_pages[RUN_PAGES];
+      const KV *k_pages[RUN_PAGES], *v_pages[RUN_PAGES];
       int n_pages = run_pages(a, kv_head, run, last, k_pages, v_pages);
       run_heads<true>(a, block, b, run, n_pages, nullptr, nullptr, k_pages, v_pages);
     }
@@ -321,22 +333,17 @@ static void attention_merge(const AttentionArgs& a, int row, int kv_head, const 
   }
 }
 
-static void kv_write(const float* k, const float* v, uint16_t* k_pages, uint16_t* v_pages, int slot, int n_kv_heads,
+template <class KV>
+static void kv_write(const float* k, const float* v, void* k_pages, void* v_pages, int slot, int n_kv_heads,
                      int head_dim, int v_stride) {
   const int page = slot / PAGE, offset = slot % PAGE;
   for (int h = 0; h < n_kv_heads; h++) {
-    uint16_t* kp = k_pages + (size_t(page) * n_kv_heads + h) * head_dim * PAGE + offset;
-    uint16_t* vp = v_pages + ((size_t(page) * n_kv_heads + h) * PAGE + offset) * v_stride;
-    for (int d = 0; d < head_dim; d += W) {
-      float kt[W] = {}, vt[W] = {};
-      int n = head_dim - d < W ? head_dim - d : W;
-      std::memcpy(kt, k + h * head_dim + d, n * sizeof(float));
-      std::memcpy(vt, v + h * head_dim + d, n * sizeof(float));
-      uint16_t half[W];
-      store_f16(half, load(kt));
-      for (int i = 0; i < n; i++) kp[size_t(d + i) * PAGE] = half[i];
-      store_f16(half, load(vt));
-      std::memcpy(vp + d, half, n * sizeof(uint16_t));
+    const size_t head = size_t(page) * n_kv_heads + h;
+    KV* kp = static_cast<KV*>(k_pages) + head * head_dim * PAGE + offset;
+    KV* vp = static_cast<KV*>(v_pages) + (head * PAGE + offset) * v_stride;
+    for (int d = 0; d < head_dim; d++) {
+      to_kv(k[h * head_dim + d], kp + size_t(d) * PAGE);
+      to_kv(v[h * head_dim + d], vp + d);
     }
   }
 }

@@ -130,8 +130,8 @@ struct NativeExecutor {
   Executor e;
   int vocab;
   NativeExecutor(const std::string& isa, int threads, int max_tokens, int max_requests, int max_logit_rows,
-                 int num_pages, int vocab)
-      : e(isa, threads, max_tokens, max_requests, max_logit_rows, num_pages, vocab), vocab(vocab) {}
+                 int num_pages, int vocab, bool kv_f32)
+      : e(isa, threads, max_tokens, max_requests, max_logit_rows, num_pages, vocab, kv_f32), vocab(vocab) {}
 };
 
 Numpy copy_rows(const float* data, size_t rows, size_t dim) {
@@ -155,8 +155,8 @@ NB_MODULE(_native, m) {
   });
 
   nb::class_<NativeExecutor>(m, "Executor")
-      .def(nb::init<const std::string&, int, int, int, int, int, int>(), "isa"_a, "threads"_a, "max_tokens"_a,
-           "max_requests"_a, "max_logit_rows"_a, "num_pages"_a, "vocab"_a)
+      .def(nb::init<const std::string&, int, int, int, int, int, int, bool>(), "isa"_a, "threads"_a, "max_tokens"_a,
+           "max_requests"_a, "max_logit_rows"_a, "num_pages"_a, "vocab"_a, "kv_f32"_a)
       .def_prop_ro("isa", [](NativeExecutor& x) { return std::string(x.e.isa()); })
       .def_prop_ro("threads", [](NativeExecutor& x) { return x.e.threads(); })
       .def_prop_ro("weight_bytes", [](NativeExecutor& x) { return x.e.weight_bytes(); })

@@ -18,14 +18,16 @@ size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 }  // namespace
 
 Executor::Executor(const std::string& isa, int threads, int max_tokens, int max_requests, int max_logit_rows,
-                   int num_pages, int vocab)
+                   int num_pages, int vocab, bool kv_f32)
     : kernels_(select_kernels(isa.empty() ? nullptr : isa.c_str())),
       pool_(threads),
       max_tokens_(max_tokens),
       max_requests_(max_requests),
       max_logit_rows_(max_logit_rows),
       num_pages_(num_pages),
-      vocab_(vocab) {
+      vocab_(vocab),
+      kv_f32_(kv_f32),
+      kv_size_(kv_f32 ? 4 : 2) {
   if (!kernels_) throw std::invalid_argument("this machine cannot run the instruction set " + isa);
   for (int i = 0; i < pool_.threads(); i++) samplers_.emplace_back(*kernels_, vocab);
   units_.reserve(size_t(max_requests) + max_tokens + MAX_PARTIALS);
@@ -71,7 +73,8 @@ int Executor::add_vector(const float* data, int n) {
 void Executor::add_kv_layer(int kv_heads, int head_dim, int window) {
   int v_stride = int(round_up(head_dim, PAGE));
   size_t rows = size_t(num_pages_) * kv_heads * PAGE;
-  kv_.push_back({kv_heads, head_dim, v_stride, window, Memory(rows * head_dim * 2), Memory(rows * v_stride * 2)});
+  kv_.push_back(
+      {kv_heads, head_dim, v_stride, window, Memory(rows * head_dim * kv_size_), Memory(rows * v_stride * kv_size_)});
 }
 
 size_t Executor::kv_bytes() const {
@@ -279,8 +282,8 @@ AttentionArgs Executor::attention_args(const OpNode& op, const StepArrays& step,
   const KVLayer& l = kv_[op.ints[0]];
   return {slots_[op.in[0]].data,
           slots_[op.out[0]].data,
-          l.k.as<uint16_t>(),
-          l.v.as<uint16_t>(),
+          l.k.as<void>(),
+          l.v.as<void>(),
           step.page_table + size_t(request) * step.table_width,
           op.ints[1],
           l.kv_heads,
@@ -294,20 +297,21 @@ AttentionArgs Executor::attention_args(const OpNode& op, const StepArrays& step,
 void Executor::run_attention(OpNode& op, const StepArrays& step, int tid, int& phase) {
   KVLayer& l = kv_[op.ints[0]];
   const int kv_dim = l.kv_heads * l.head_dim;
+  const KernelTable::Attention& attention = kernels_->attention[kv_f32_];
   parallel(step.tokens, 4, phase, [&](int t) {
-    kernels_->kv_write(slots_[op.in[1]].data + size_t(t) * kv_dim, slots_[op.in[2]].data + size_t(t) * kv_dim,
-                       l.k.as<uint16_t>(), l.v.as<uint16_t>(), step.slots[t], l.kv_heads, l.head_dim, l.v_stride);
+    attention.write(slots_[op.in[1]].data + size_t(t) * kv_dim, slots_[op.in[2]].data + size_t(t) * kv_dim,
+                    l.k.as<void>(), l.v.as<void>(), step.slots[t], l.kv_heads, l.head_dim, l.v_stride);
   });
   parallel(int(units_.size()) * l.kv_heads, 1, phase, [&](int i) {
     const Unit& u = units_[i / l.kv_heads];
     const int head = i % l.kv_heads, group = op.ints[1] / l.kv_heads;
     AttentionArgs a = attention_args(op, step, u.request);
     if (u.segment < 0)
-      kernels_->attention(a, u.row0, u.row1, u.position, head, scratch_[tid]);
+      attention.rows(a, u.row0, u.row1, u.position, head, scratch_[tid]);
     else
-      kernels_->attention_segment(a, u.row0, u.position, head, u.segment,
-                                  partials_ + size_t(u.partial) * partial_stride_ + size_t(head) * group * l.v_stride,
-                                  states_ + size_t(u.partial) * states_stride_ + size_t(head) * group, scratch_[tid]);
+      attention.segment(a, u.row0, u.position, head, u.segment,
+                        partials_ + size_t(u.partial) * partial_stride_ + size_t(head) * group * l.v_stride,
+                        states_ + size_t(u.partial) * states_stride_ + size_t(head) * group, scratch_[tid]);
   });
   if (!num_segment_units_) {
     phase++;
@@ -329,9 +333,9 @@ void Executor::run_attention(OpNode& op, const StepArrays& step, int tid, int& p
 
 void Executor::copy_page(int from, int to) {
   for (KVLayer& l : kv_) {
-    size_t k = size_t(l.kv_heads) * l.head_dim * PAGE, v = size_t(l.kv_heads) * l.v_stride * PAGE;
-    std::memcpy(l.k.as<uint16_t>() + to * k, l.k.as<uint16_t>() + from * k, k * 2);
-    std::memcpy(l.v.as<uint16_t>() + to * v, l.v.as<uint16_t>() + from * v, v * 2);
+    size_t k = size_t(l.kv_heads) * l.head_dim * PAGE * kv_size_, v = size_t(l.kv_heads) * l.v_stride * PAGE * kv_size_;
+    std::memcpy(l.k.as<char>() + to * k, l.k.as<char>() + from * k, k);
+    std::memcpy(l.v.as<char>() + to * v, l.v.as<char>() + from * v, v);
   }
 }
 

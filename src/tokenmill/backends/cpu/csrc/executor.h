@@ -35,7 +35,7 @@ struct OpNode {
 class Executor {
  public:
   Executor(const std::string& isa, int threads, int max_tokens, int max_requests, int max_logit_rows, int num_pages,
-           int vocab);
+           int vocab, bool kv_f32);
 
   const char* isa() const { return kernels_->name; }
   int threads() const { return pool_.threads(); }
@@ -93,6 +93,8 @@ class Executor {
   const KernelTable* kernels_;
   Pool pool_;
   int max_tokens_, max_requests_, max_logit_rows_, num_pages_, vocab_, logits_slot_ = -1;
+  bool kv_f32_;
+  size_t kv_size_;  // bytes of a cached number
   std::vector<PackedWeight> weights_;
   std::vector<Memory> memories_;
   std::vector<const float*> vectors_;

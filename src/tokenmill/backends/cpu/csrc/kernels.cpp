@@ -12,12 +12,22 @@ namespace mill {
 
 extern const KernelTable TM_CAT(table_, TM_ISA);
 const KernelTable TM_CAT(table_, TM_ISA) = {
-    TM_STR(TM_ISA),         TM_NS::TILE,       TM_NS::linear,
-    TM_NS::unpack_row,      TM_NS::quantise,   TM_NS::rms_norm,
-    TM_NS::add_rows,        TM_NS::act_mul,    TM_NS::rope,
-    TM_NS::kv_write,        TM_NS::attention,  TM_NS::attention_segment,
-    TM_NS::attention_merge, TM_NS::max_finite, TM_NS::max_of,
-    TM_NS::sum_exp,         TM_NS::weights,
+    TM_STR(TM_ISA),
+    TM_NS::TILE,
+    TM_NS::linear,
+    TM_NS::unpack_row,
+    TM_NS::quantise,
+    TM_NS::rms_norm,
+    TM_NS::add_rows,
+    TM_NS::act_mul,
+    TM_NS::rope,
+    {{TM_NS::kv_write<uint16_t>, TM_NS::attention<uint16_t>, TM_NS::attention_segment<uint16_t>},
+     {TM_NS::kv_write<float>, TM_NS::attention<float>, TM_NS::attention_segment<float>}},
+    TM_NS::attention_merge,
+    TM_NS::max_finite,
+    TM_NS::max_of,
+    TM_NS::sum_exp,
+    TM_NS::weights,
 };
 
 }  // namespace mill

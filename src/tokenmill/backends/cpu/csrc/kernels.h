@@ -68,8 +68,8 @@ struct LinearArgs {
 struct AttentionArgs {
   const float* q;             // (tokens of the step, n_heads * head_dim)
   float* out;                 // same
-  const uint16_t* k_pages;    // f16 [page][kv_head][head_dim][PAGE]
-  const uint16_t* v_pages;    // f16 [page][kv_head][PAGE][v_stride]
+  const void* k_pages;        // f16 or f32 [page][kv_head][head_dim][PAGE]
+  const void* v_pages;        // f16 or f32 [page][kv_head][PAGE][v_stride]
   const int32_t* page_table;  // of this request
   int n_heads, n_kv_heads, head_dim, v_stride;
   int window;
@@ -93,13 +93,15 @@ struct KernelTable {
   void (*add)(const float* x, const float* y, float* out, size_t n);
   void (*act_mul)(const float* gate, const float* up, float* out, size_t n, int act);
   void (*rope)(const float* x, float* out, const float* cos, const float* sin, int heads, int head_dim, int half);
-  void (*kv_write)(const float* k, const float* v, uint16_t* k_pages, uint16_t* v_pages, int slot, int n_kv_heads,
-                   int head_dim, int v_stride);
-  // tokens [row0, row1) of the step at positions position0.., all heads of kv_head, all segments; scratch as below
-  void (*attention)(const AttentionArgs&, int row0, int row1, int position0, int kv_head, float* scratch);
-  // one token, one segment of positions, heads of kv_head: partial result (heads, head_dim) and their states
-  void (*attention_segment)(const AttentionArgs&, int row, int position, int kv_head, int segment, float* partial,
-                            SegmentState* states, float* scratch);
+  struct Attention {
+    void (*write)(const float* k, const float* v, void* k_pages, void* v_pages, int slot, int n_kv_heads, int head_dim,
+                  int v_stride);
+    // tokens [row0, row1) of the step at positions position0.., all heads of kv_head, all segments; scratch as below
+    void (*rows)(const AttentionArgs&, int row0, int row1, int position0, int kv_head, float* scratch);
+    // one token, one segment of positions, heads of kv_head: partial result (heads, head_dim) and their states
+    void (*segment)(const AttentionArgs&, int row, int position, int kv_head, int segment, float* partial,
+                    SegmentState* states, float* scratch);
+  } attention[2];  // by the cache's format: f16, f32
   void (*attention_merge)(const AttentionArgs&, int row, int kv_head, const float* const* partials,
                           const SegmentState* const* states, int n);
   float (*max_finite)(const float* x, int n);  // not a number if any x is not finite
