@@ -15,7 +15,7 @@ $(BIN)/python:
 
 .venv/test: .venv/runtime
 	$(BIN)/pip install -q torch==2.13.0
-	$(BIN)/pip install -q -e '.[test]'
+	$(BIN)/pip install -q --group test
 	touch $@
 
 serve: .venv/runtime
