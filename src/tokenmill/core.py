@@ -176,7 +176,7 @@ class RowResult:
     request: Request
     token_id: int | None = None
     logprobs: TokenLogprobs | None = None
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # for positions start+1 .. end of the prompt
+    prompt_logprobs: list[TokenLogprobs] | None = None  # where asked for: positions start+1 .. end of the prompt
 
 
 @dataclass(slots=True)

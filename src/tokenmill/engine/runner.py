@@ -180,18 +180,19 @@ class Runner:
         results = []
         for i, row in enumerate(plan.rows):
             begin, end = first[i], first[i + 1]
-            result = RowResult(row.request)
-            results.append(result)
+            results.append(result := RowResult(row.request))
             if row.samples:
                 end -= 1
                 result.token_id = token = token_ids[end]
                 if num_logprobs[end] >= 0 and token >= 0:
                     result.logprobs = _logprobs(end, num_logprobs[end], out)
-            for k in range(begin, end):
-                if token_ids[k] < 0:
-                    result.token_id = -1
-                    break
-                result.prompt_logprobs.append(_logprobs(k, num_logprobs[k], out))
+            if begin < end:
+                result.prompt_logprobs = scores = []
+                for k in range(begin, end):
+                    if token_ids[k] < 0:
+                        result.token_id = -1
+                        break
+                    scores.append(_logprobs(k, num_logprobs[k], out))
         return results
 
 

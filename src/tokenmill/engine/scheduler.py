@@ -394,7 +394,7 @@ class Scheduler:
             index=request.index,
             token_ids=token_ids or [],
             logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs or None,
+            prompt_logprobs=prompt_logprobs,
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
             num_cached_tokens=request.num_cached_tokens if request.num_cached_tokens > 0 else 0,
