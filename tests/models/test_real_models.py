@@ -8,20 +8,36 @@ import pytest
 from tests.support import transformers_oracle
 from tests.support.quality import english_tokens
 from tests.support.steps import Driver
+from tokenmill.backends.cpu.executor import CpuExecutor
 from tokenmill.backends.reference import ReferenceExecutor
 from tokenmill.models.registry import build_model
+from tokenmill.program import Weight, Weights
+from tokenmill.quant.formats import dequantize
 from tokenmill.weights.loader import open_checkpoint
 
 
-def largest_difference(path, num_tokens: int, last: int) -> float:
+def reference(checkpoint, num_pages: int):
+    program = build_model(checkpoint.config, checkpoint.weights).program
+    return ReferenceExecutor(program, num_pages=num_pages, kv_dtype=np.float32)
+
+
+def native(checkpoint, num_pages: int):
+    """The CPU backend on the file's numbers as F32 matrices, so that no activation is rounded to 8 bits."""
+    numbers = {
+        name: Weight(name, w.shape, "F32", dequantize(w.format, w.data, w.shape).ravel().view(np.uint8))
+        for name, w in ((name, checkpoint.weights[name]) for name in checkpoint.weights)
+    }
+    program = build_model(checkpoint.config, Weights(numbers)).program
+    return CpuExecutor(program, num_pages=num_pages, kv_dtype="float32", num_threads=2, max_tokens=1024)
+
+
+def largest_difference(path, make_executor, num_tokens: int, last: int) -> float:
     """Max abs over the logits of the last tokens, fed as a second chunk; float32 KV on both sides."""
     checkpoint = open_checkpoint(path)
     bos = [checkpoint.config["bos_token_id"]]
     tokens = bos + english_tokens(path, num_tokens - 1)
-    model = build_model(checkpoint.config, checkpoint.weights)
     num_pages = -(-num_tokens // 16)
-    executor = ReferenceExecutor(model.program, num_pages=num_pages, kv_dtype=np.float32)
-    driver = Driver(executor, num_pages=num_pages)
+    driver = Driver(make_executor(checkpoint, num_pages), num_pages=num_pages)
     driver.step({0: tokens[:-last]}, all_logits=False)
     got = driver.step({0: tokens[-last:]})[0]
     wanted = transformers_oracle.logits(transformers_oracle.load(path), tokens, last=last)
@@ -29,11 +45,13 @@ def largest_difference(path, num_tokens: int, last: int) -> float:
     return float(np.abs(got - wanted).max())
 
 
-def test_smollm2(smollm2_path):
-    assert largest_difference(smollm2_path, 128, last=50) <= 1e-3
+@pytest.mark.parametrize("make_executor", [reference, native])
+def test_smollm2(smollm2_path, make_executor):
+    assert largest_difference(smollm2_path, make_executor, 128, last=50) <= 1e-3
 
 
 @pytest.mark.slow
-def test_gemma3_past_its_window(gemma3_path):
+@pytest.mark.parametrize("make_executor", [reference, native])
+def test_gemma3_past_its_window(gemma3_path, make_executor):
     """600 tokens: the window is 512."""
-    assert largest_difference(gemma3_path, 600, last=60) <= 1e-3
+    assert largest_difference(gemma3_path, make_executor, 600, last=60) <= 1e-3
