@@ -21,7 +21,7 @@ FLOORS = [
     {"server", "llm", "outputs"},
     {"platform"},
     {"bench"},
-    {"cli"},
+    {"cli", "__main__"},
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 ROOT = "tokenmill"  # the package itself holds the version and lazy names; every floor may import it

@@ -5,6 +5,7 @@ Every setting has one name here, on the command line (--max-model-len) and in th
 
 from __future__ import annotations
 
+import difflib
 import os
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
@@ -159,8 +160,12 @@ C = TypeVar("C", EngineConfig, ServerConfig)
 
 
 def from_environment(config: C, environ: dict[str, str] | None = None) -> C:
-    """Apply TOKENMILL_<FIELD> variables to a config. An unreadable value is a ConfigError naming the variable."""
+    """Apply TOKENMILL_<FIELD> variables to a config.
+
+    A variable that is no setting's, or holds an unreadable value, is a ConfigError that names it.
+    """
     environ = dict(os.environ) if environ is None else environ
+    _refuse_strangers(environ)
     changes: dict[str, Any] = {}
     for f in fields(config):
         text = environ.get(f"TOKENMILL_{f.name.upper()}")
@@ -181,3 +186,14 @@ def from_environment(config: C, environ: dict[str, str] | None = None) -> C:
         except (ValueError, KeyError):
             raise ConfigError(f"TOKENMILL_{f.name.upper()} is {text!r}; expected {kind}") from None
     return replace(config, **changes)
+
+
+def _refuse_strangers(environ: dict[str, str]) -> None:
+    known = {
+        "TOKENMILL_HOME",
+        *(f"TOKENMILL_{f.name.upper()}" for c in (EngineConfig, ServerConfig) for f in fields(c)),
+    }
+    for name in environ:
+        if name.startswith("TOKENMILL_") and name not in known:
+            close = difflib.get_close_matches(name, sorted(known), 1)
+            raise ConfigError(f"{name} is not understood" + (f"; did you mean {close[0]}?" if close else ""))

@@ -273,6 +273,19 @@ class TestRoutes:
         if status == 405:
             assert answer.headers["allow"]
 
+    @pytest.mark.parametrize(
+        ("path", "meant"),
+        [
+            ("/chat/completions", CHAT),
+            ("/v1/v1/chat/completions", CHAT),
+            ("/completions", COMPLETIONS),
+            ("/nope", None),
+        ],
+    )
+    def test_a_base_url_without_v1_is_told_the_right_path(self, rigged, path, meant):
+        message = error_of(rigged.http.request("POST", path))["message"]
+        assert message == f"there is no POST {path}" + (f"; did you mean {meant}?" if meant else "")
+
     def test_an_unknown_model(self, rigged):
         for path, body in [
             (CHAT, {"messages": MESSAGES}),

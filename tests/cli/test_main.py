@@ -42,6 +42,19 @@ def test_an_unknown_command_is_a_usage_error():
     assert done.exit_code == 2 and "No such command 'sreve'" in done.output
 
 
+@pytest.mark.parametrize(
+    ("word", "meant"), [("serv", "serve"), ("model", "models"), ("run", "chat"), ("list", "models")]
+)
+def test_a_mistyped_command_and_other_engines_words_are_answered_by_ours(word, meant):
+    done = run(word)
+    assert done.exit_code == 2 and f"No such command '{word}'. Did you mean '{meant}'?" in done.output
+
+
+def test_python_m_tokenmill_is_the_command():
+    done = subprocess.run([sys.executable, "-m", "tokenmill", "--version"], capture_output=True, text=True)
+    assert done.stdout == f"tokenmill {__version__}\n"
+
+
 def test_an_error_of_ours_is_one_line_and_exit_1(monkeypatch):
     @click.command()
     def broken():
@@ -134,6 +147,19 @@ def test_a_bad_environment_variable_is_named(monkeypatch):
     monkeypatch.setenv("TOKENMILL_PORT", "eighty")
     with pytest.raises(ConfigError, match="TOKENMILL_PORT is 'eighty'"):
         config_from(ServerConfig, {})
+
+
+def test_an_environment_variable_that_is_no_setting_is_refused(monkeypatch):
+    monkeypatch.setenv("TOKENMILL_HOME", "/tmp")
+    config_from(EngineConfig, {})
+    monkeypatch.setenv("TOKENMILL_MAX_MODELLEN", "12")
+    for cls in (EngineConfig, ServerConfig):
+        with pytest.raises(ConfigError, match=r"MODELLEN is not understood; did you mean TOKENMILL_MAX_MODEL_LEN\?"):
+            config_from(cls, {})
+    monkeypatch.delenv("TOKENMILL_MAX_MODELLEN")
+    monkeypatch.setenv("TOKENMILL_TEMPERATURE", "0")
+    with pytest.raises(ConfigError, match="TOKENMILL_TEMPERATURE is not understood"):
+        config_from(EngineConfig, {})
 
 
 @pytest.mark.parametrize("text", ["[1]", "{", '{"a": 1}', '{"1": "x"}', '{"1": null}'])

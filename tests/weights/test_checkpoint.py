@@ -181,7 +181,7 @@ def test_strange_paths_are_refused_too(path):
 def test_paths_that_are_not_models(tmp_path):
     with pytest.raises(ModelFileError, match="does not exist"):
         open_checkpoint(tmp_path / "absent.gguf")
-    with pytest.raises(ModelFileError, match=r"no .gguf file"):
+    with pytest.raises(ModelFileError, match=r"neither config.json \(a Hugging Face folder\) nor a .gguf file"):
         open_checkpoint(tmp_path)
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ModelFileError, match="a pipe"):

@@ -403,4 +403,4 @@ class TestSplit:
 
     def test_folder_of_nothing(self, tmp_path):
         (tmp_path / "empty").mkdir()
-        self.fails(tmp_path / "empty", "no .gguf file")
+        self.fails(tmp_path / "empty", "nor a .gguf file")

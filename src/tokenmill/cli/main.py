@@ -26,6 +26,9 @@ COMMANDS = {
 }
 
 
+ELSEWHERE = {"run": "chat", "list": "models", "ls": "models", "remove": "rm"}  # other engines' words
+
+
 class LazyGroup(click.Group):
     """A group whose commands are the table above."""
 
@@ -37,6 +40,17 @@ class LazyGroup(click.Group):
             return None
         module, attribute, _ = COMMANDS[cmd_name]
         return getattr(import_module(f".{module}", __package__), attribute)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in COMMANDS:
+            from difflib import get_close_matches
+
+            close = [ELSEWHERE[args[0]]] if args[0] in ELSEWHERE else get_close_matches(args[0], COMMANDS, 1)
+            if close:
+                ctx.fail(f"No such command {args[0]!r}. Did you mean {close[0]!r}?")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

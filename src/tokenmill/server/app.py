@@ -1,4 +1,4 @@
-"""The ASGI application: the route table and what surrounds it. Start at server/routes; run by server/serving.py."""
+"""The ASGI application: the route table and what surrounds it. Start at server/routes; run by server/run.py."""
 
 from __future__ import annotations
 

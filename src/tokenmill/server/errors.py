@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import http
 import logging
+from difflib import get_close_matches
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -105,7 +106,9 @@ async def on_tokenmill_error(request: Request, error: Exception) -> Response:
 async def on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        message = f"there is no {request.method} {request.url.path[:200]}"
+        path = request.url.path[:200]
+        close = get_close_matches(path, sorted({route.path for route in request.app.routes}), 1, 0.75)
+        message = f"there is no {request.method} {path}" + (f"; did you mean {close[0]}?" if close else "")
     elif error.status_code == 405:
         message = f"{request.method} is not allowed on {request.url.path[:200]}"
     else:

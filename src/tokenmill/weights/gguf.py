@@ -375,7 +375,7 @@ def _first_in_folder(folder: Path) -> Path:
     if len(firsts) == 1:
         return folder / firsts[0]
     if not names:
-        raise ModelFileError(f"{folder} holds no .gguf file")
+        raise ModelFileError(f"{folder} holds neither config.json (a Hugging Face folder) nor a .gguf file")
     if not firsts:
         raise ModelFileError(f"{folder} holds parts of a model but not its first, ...-00001-of-....gguf")
     raise ModelFileError(f"{folder} holds several models; give one of {', '.join(firsts)}")
