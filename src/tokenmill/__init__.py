@@ -15,6 +15,11 @@ __version__ = "0.1.0"
 _HOMES = {"SamplingParams": "core", "LLM": "llm", "AsyncLLM": "llm", "RequestOutput": "outputs"}
 
 
+def __dir__() -> list[str]:
+    """What completion offers: the names there are, loaded or not."""
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     """Import on first use, so that `tokenmill --help` does not pay for numpy."""
     if name not in _HOMES:

@@ -15,11 +15,13 @@ import difflib
 import itertools
 import queue
 import sys
+import threading
 import weakref
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from .config import EngineConfig, from_environment
@@ -76,6 +78,9 @@ class _Front:
     def _make(
         self, prompt: Prompt, params: SamplingParams, *, priority: int = 0, request_id: str | None = None
     ) -> Tracked:
+        if not isinstance(params, SamplingParams):
+            kind = type(params).__name__
+            raise InvalidRequest(f"sampling_params must be SamplingParams, not {kind}", param="sampling_params")
         text, ids = self._read_prompt(prompt)
         add = make_request(
             self.tokenizer,
@@ -111,8 +116,8 @@ class _Front:
 
 
 def engine_config(model: str | None, settings: dict[str, Any]) -> EngineConfig:
-    """EngineConfig of a model and keywords, over the environment's. Raises ConfigError naming an unknown keyword."""
-    known = {f.name for f in fields(EngineConfig)}
+    """EngineConfig of a model and keywords, over the environment's. Raises ConfigError naming the wrong one."""
+    known = {f.name: str(f.type) for f in fields(EngineConfig)}
     given: dict[str, Any] = {} if model is None else {"model": str(model)}
     for name, value in settings.items():
         real = ALIASES.get(name, name)
@@ -120,15 +125,53 @@ def engine_config(model: str | None, settings: dict[str, Any]) -> EngineConfig:
             close = difflib.get_close_matches(name, sorted(known), 1)
             hint = f"; did you mean {close[0]}?" if close else f"; known settings: {', '.join(sorted(known))}"
             raise ConfigError(f"setting {name!r} is not understood{hint}")
+        if not _is_a(known[real], value):
+            raise ConfigError(f"{name} is {value!r}; expected {known[real]}")
         given[real] = value
     return replace(from_environment(EngineConfig()), **given)
+
+
+def _is_a(kind: str, value: Any) -> bool:
+    """Whether a value is what a field's annotation says, for instance "int | None"."""
+    base, optional = kind.removesuffix(" | None"), kind.endswith(" | None")
+    if value is None or isinstance(value, bool):
+        return optional if value is None else base == "bool"
+    return isinstance(value, {"str": str, "int": Integral, "bool": bool}[base])
+
+
+class _Room:
+    """How many more sequences the engine's queue takes, shared by all threads that generate."""
+
+    def __init__(self, config: EngineConfig):
+        self.size = self._left = config.max_num_seqs + min(config.max_num_seqs, config.max_waiting)
+        self._changed = threading.Condition()
+
+    def take(self, count: int, *, wait: bool) -> bool:
+        """Whether there is room for `count`. With `wait`, when there is; more than it can ever hold takes it all."""
+        count = min(count, self.size)
+        with self._changed:
+            while self._left < count:
+                if not wait:
+                    return False
+                self._changed.wait()
+            self._left -= count
+            return True
+
+    def give(self, count: int) -> None:
+        with self._changed:
+            self._left += min(count, self.size)
+            self._changed.notify_all()
 
 
 class LLM(_Front):
     """Generate for many prompts at once; they are batched by the engine. Usable as a context manager.
 
-    Raises SetupError where the model cannot be had or a setting not met.
+    Any number of threads may generate. Raises SetupError where the model cannot be had or a setting not met.
     """
+
+    def __init__(self, model: str | None = None, *, progress: Any = None, **settings: Any):
+        super().__init__(model, progress=progress, **settings)
+        self._room = _Room(self.config)
 
     def __enter__(self) -> LLM:
         return self
@@ -190,31 +233,28 @@ class LLM(_Front):
         inbox: queue.SimpleQueue = queue.SimpleQueue()
         waiting = iter(sorted(tracked, key=lambda t: t.add.priority))
         live: dict[str, Tracked] = {}
-        room = min(2 * self.config.max_num_seqs, self.config.max_waiting)  # sequences
         upcoming = next(waiting, None)
         try:
             with _progress_bar(len(tracked), show_progress) as advance:
                 while upcoming is not None or live:
-                    while upcoming is not None and (upcoming.add.params.n <= room or not live):
+                    while upcoming is not None and self._room.take(upcoming.add.params.n, wait=not live):
                         request_id = upcoming.add.request_id
                         live[request_id] = upcoming
-                        room -= upcoming.add.params.n
                         self._thread.submit(upcoming.add, partial(_put, inbox, request_id))
                         upcoming = next(waiting, None)
                     request_id, what = inbox.get()
                     if isinstance(what, TokenmillError):
-                        del live[request_id]
                         raise what
                     one = live[request_id]
                     for abort in one.take(what):
                         self._thread.abort(abort)
                     if one.state.finished:
-                        del live[request_id]
-                        room += one.add.params.n
+                        self._room.give(live.pop(request_id).add.params.n)
                         advance()
         except BaseException:
-            for request_id in live:
+            for request_id, one in live.items():
                 self._thread.abort(AbortRequest(request_id, None, FinishReason.ABORT))
+                self._room.give(one.add.params.n)
             raise
         return [one.output() for one in tracked]
 

@@ -173,6 +173,8 @@ def test_bad_params_are_refused_before_anything_runs(llm):
         assert error.value.param == param
     with pytest.raises(InvalidRequest, match="sampling_params has 1 entries for 2 prompts"):
         llm.generate(["a", "b"], [GREEDY])
+    with pytest.raises(InvalidRequest, match="sampling_params must be SamplingParams, not dict"):
+        llm.generate("a", {"temperature": 0})
     with pytest.raises(InvalidRequest, match="priority"):
         llm.generate(["a", "b"], GREEDY, priority=[1, 2, 3])
     with pytest.raises(ContextLengthExceeded):
@@ -187,6 +189,14 @@ def test_an_unknown_setting_is_refused_by_name(rigged):
         LLM(rigged, max_model_length=5)
     with pytest.raises(ConfigError, match="'zzz' is not understood; known settings"):
         LLM(rigged, zzz=5)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("max_model_len", "2048"), ("max_num_seqs", 2.5), ("num_threads", True), ("isa", 5)]
+)
+def test_a_setting_of_the_wrong_type_is_refused_by_name(name, value):
+    with pytest.raises(ConfigError, match=f"{name} is {value!r}; expected "):
+        engine_config("m", {name: value})
 
 
 def test_settings_are_the_configs_fields_and_other_engines_names(monkeypatch):

@@ -89,6 +89,11 @@ def test_bounds(field, good, bad):
         assert refusal.value.param == field and field in str(refusal.value) and len(str(refusal.value)) < 250
 
 
+def test_a_limit_nobody_reaches_is_not_shown():
+    with pytest.raises(InvalidRequest, match=r"^max_tokens is -1; it must be at least 1$"):
+        check(max_tokens=-1)
+
+
 def test_max_tokens_0_only_scores_a_prompt():
     check(max_tokens=0, prompt_logprobs=0)
     with pytest.raises(InvalidRequest, match="max_tokens is 0"):

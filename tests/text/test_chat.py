@@ -32,6 +32,14 @@ def test_smollm2s_prompt(smollm2):
     assert render_chat(smollm2, HI, add_generation_prompt=False) == text.removesuffix("<|im_start|>assistant\n")
 
 
+def test_the_tokenizer_has_transformers_word_for_it(smollm2):
+    text = smollm2.apply_chat_template(HI, tokenize=False, add_generation_prompt=True)
+    assert text == render_chat(smollm2, HI)
+    assert smollm2.apply_chat_template(HI, add_generation_prompt=True) == chat_to_ids(smollm2, HI)
+    assert smollm2.apply_chat_template(HI, tokenize=False) == render_chat(smollm2, HI, add_generation_prompt=False)
+    assert smollm2.apply_chat_template(HI, tokenize=False, chat_template=ROLES) == "[user:hi]"
+
+
 @pytest.mark.parametrize("add_bos", [True, False, None])
 def test_a_chat_prompt_has_one_start_token(add_bos):
     """However the file is marked, when the template writes it."""

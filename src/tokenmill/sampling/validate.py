@@ -116,7 +116,8 @@ def _integer(field: str, value: Any, low: int, high: int) -> None:
     if not isinstance(value, INTEGER) or isinstance(value, BOOLEAN):
         _refuse(field, value, "an integer")
     if not low <= value <= high:
-        _refuse(field, value, f"between {low} and {high}")
+        unreachable = high >= 2**63 - 1 and value < low
+        _refuse(field, value, f"at least {low}" if unreachable else f"between {low} and {high}")
 
 
 def _number(field: str, value: Any, low: float, high: float, where: str = "") -> None:

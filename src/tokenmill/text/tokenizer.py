@@ -8,15 +8,15 @@ the text spells it already, so a prompt has one BOS whether a chat template, a c
 Special tokens spelled in the text are parsed as such (parse_special), as every engine does; detokenising uses each
 token's bytes, so text is exact however a character is spread over tokens.
 
-Knows nothing of chat messages, requests or sampling.
+Knows nothing of requests or sampling; chat messages it hands to text/chat.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 # Tokens that end a turn wherever a vocabulary holds them as special tokens, whatever its configuration forgets to say.
 END_TOKENS = (
@@ -109,6 +109,21 @@ class Tokenizer:
         if self.strips_leading_space and data.startswith(b" "):
             data = data[1:]
         return data.decode("utf-8", "replace")
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Mapping[str, Any]],
+        *,
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
+        chat_template: str | None = None,
+        **kwargs: Any,
+    ) -> str | list[int]:
+        """Transformers' name and defaults for render_chat and chat_to_ids of text/chat.py: ids, or text."""
+        from .chat import chat_to_ids, render_chat
+
+        make = chat_to_ids if tokenize else render_chat
+        return make(self, conversation, add_generation_prompt=add_generation_prompt, template=chat_template, **kwargs)
 
     def token_bytes(self, token_id: int) -> bytes:
         found = self._bytes.get(token_id)
