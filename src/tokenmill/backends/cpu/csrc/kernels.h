@@ -7,7 +7,7 @@
 namespace mill {
 
 constexpr int PANEL = 16;     // rows of a weight interleaved so that one SIMD lane is one output feature
-constexpr int GROUP = 32;     // features that share an activation scale
+constexpr int GROUP = 32;     // features of a quantised group
 constexpr int PAGE = 16;      // positions of a KV page
 constexpr int RUN = 64;       // positions that share one step of the online softmax
 constexpr int SEGMENT = 512;  // positions summed on their own, then merged in order: what two threads may split
@@ -20,14 +20,14 @@ struct Layout {
   bool scale_f32;  // scales and mins are f32, else f16 (as most files keep them)
   bool has_min;
   uint8_t halves;  // 1: a scale for each 32 features, 2: for each 16
-  uint8_t zero;    // 0, 8, 16, 32 or 128
+  uint8_t zero;    // 0, 4, 8, 16, 32 or 128
   bool quantised() const { return codes == Codes::U4 || codes == Codes::U8; }
 };
 
 // (rows, cols) weight as ceil(rows / 16) panels, one after the other, so that a thread reads one stream of memory.
 // A panel of a quantised weight is its groups, each: codes, then scales [half][row], then mins [half][row].
-//   U4: byte 64 j + 4 row + b of the codes (j < 4, b < 4) holds feature 4 j + b in its low nibble, 16 + 4 j + b in its
-//   high U8: byte 64 j + 4 row + b of the codes (j < 8, b < 4) holds feature 4 j + b
+//   U4: byte 64 j + 4 row + b of the codes, j and b < 4: low nibble feature 4 j + b, high nibble feature 16 + 4 j + b
+//   U8: byte 64 j + 4 row + b of the codes, j < 8, b < 4: feature 4 j + b
 // A panel of a float weight is [feature][row].
 struct PackedWeight {
   Layout layout;

@@ -188,8 +188,9 @@ int Sampler::choose(const float* logits, int row, const SamplingArrays& s) {
       surprise_[ids[i]] = -std::log(p);
       entropy += p * surprise_[ids[i]];
     }
-    std::stable_sort(ids, ids + n, [&](int32_t a, int32_t b) {
-      return std::abs(surprise_[a] - entropy) < std::abs(surprise_[b] - entropy);
+    std::sort(ids, ids + n, [&](int32_t a, int32_t b) {
+      double off_a = std::abs(surprise_[a] - entropy), off_b = std::abs(surprise_[b] - entropy);
+      return off_a < off_b || (off_a == off_b && a < b);
     });
     double before = 0;
     int kept = 0;
