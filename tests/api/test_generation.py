@@ -258,6 +258,17 @@ class TestTokenize:
         assert back == {"prompt": text}
 
     @pytest.mark.parametrize(
+        "body",
+        [
+            {"prompt": "x" * 1048577},
+            {"messages": [{"role": "user", "content": "x" * 1048577}]},
+        ],
+    )
+    def test_a_text_that_would_fill_the_memory_is_refused(self, rigged, body):
+        answer = rigged.http.post("/tokenize", json=body)
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == next(iter(body))
+
+    @pytest.mark.parametrize(
         ("path", "body", "param"),
         [
             ("/tokenize", {}, "prompt"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -231,3 +233,28 @@ def test_a_metaspace_decoder_is_read(tmp_path, sp_file, spm):
             assert ids == backend.encode(text).ids
             assert ours.decode(ids) == text
         assert ours.decode(spm.encode("the", add_special_tokens=False)) == ("the" if scheme == "first" else " the")
+
+
+def test_other_threads_run_while_a_long_text_is_cut(tmp_path):
+    """The library's encode() holds the GIL: one long prompt would stop a server's every stream until it is done."""
+    folder = hf_tokenizer(folder_of(tmp_path))
+    ended, longest = threading.Event(), 0.0
+
+    def watch():
+        nonlocal longest
+        last = time.perf_counter()
+        while not ended.is_set():
+            time.sleep(0.001)
+            now = time.perf_counter()
+            last, longest = now, max(longest, now - last)
+
+    text = "hello  world" * 60_000
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    began = time.perf_counter()
+    for parse_special in (True, False):
+        folder.vocabulary.encode(text, parse_special=parse_special)
+    took = time.perf_counter() - began
+    ended.set()
+    watcher.join()
+    assert longest < took / 4

@@ -51,7 +51,7 @@ class LibraryVocabulary:
     def encode(self, text: str, *, parse_special: bool = True, prefix: bool = True) -> list[int]:
         try:
             if parse_special:
-                return self.backend.encode(text, add_special_tokens=False).ids
+                return _ids(self.backend, text)
             return self._encode_plain(text)
         except (UnicodeEncodeError, TypeError):  # what the binding says to a lone surrogate
             raise InvalidRequest("the text holds half of a surrogate pair, which is no character") from None
@@ -64,7 +64,7 @@ class LibraryVocabulary:
             plain = Tokenizer.from_str(self.backend.to_str())
             plain.encode_special_tokens = True
             self._plain = plain
-        return self._plain.encode(text, add_special_tokens=False).ids
+        return _ids(self._plain, text)
 
     def token_text(self, token_id: int) -> str:
         return self._literal.get(token_id) or self.backend.id_to_token(token_id) or ""
@@ -88,6 +88,11 @@ class LibraryVocabulary:
     def longest_token(self) -> int:
         scale = 1 if self._byte_level else 4
         return max((len(piece) * scale for piece in self.backend.get_vocab()), default=1)
+
+
+def _ids(backend, text: str) -> list[int]:
+    """As backend.encode, which holds the GIL all the while: a megabyte would stop every thread for seconds."""
+    return backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
 def _is_known(step: dict) -> bool:

@@ -12,6 +12,8 @@ from ..errors import JSON
 from ..protocol import DETOKENIZE_DECODER, TOKENIZE_DECODER, check_messages
 from ..state import serving_of
 
+MAX_CHARS = 1 << 20  # of a text to tokenise: each token takes hundreds of bytes on the way
+
 
 async def tokenize(request: Request) -> JSON:
     serving = serving_of(request)
@@ -24,12 +26,14 @@ async def tokenize(request: Request) -> JSON:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("give either prompt or messages", param="prompt")
     if body.prompt is not None:
+        check_size(len(body.prompt), "prompt")
         ids = await serving.in_pool(
             len(body.prompt), tokenizer.encode, body.prompt, add_special_tokens=body.add_special_tokens is not False
         )
     else:
         messages = check_messages(body.messages)
         size = sum(len(str(message.get("content"))) for message in messages)
+        check_size(size, "messages")
         ids = await serving.in_pool(
             size,
             chat_to_ids,
@@ -42,6 +46,11 @@ async def tokenize(request: Request) -> JSON:
     if body.return_token_strs:
         answer["token_strs"] = await serving.in_pool(len(ids), list, map(tokenizer.token_text, ids))
     return JSON(answer)
+
+
+def check_size(chars: int, param: str) -> None:
+    if chars > MAX_CHARS:
+        raise InvalidRequest(f"{param} has {chars} characters; at most {MAX_CHARS} are tokenised at once", param=param)
 
 
 async def detokenize(request: Request) -> JSON:
