@@ -1,5 +1,6 @@
 """EngineThread: deltas reach who asked, errors too, and nothing is left waiting when it ends."""
 
+import os
 import queue
 import threading
 import time
@@ -176,3 +177,32 @@ def test_a_bug_in_the_engine_ends_every_request_with_an_error():
 
 def test_closing_before_anything_ran(engine):
     EngineThread(engine).close()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_is_told_that_it_has_no_engine(thread):
+    """No thread survives a fork: a request would wait for ever, and so would close() for a lock held at the fork."""
+    inbox = queue.Queue()
+    thread.submit(ask("a"), inbox.put)
+    collect(inbox)
+    with thread._lock:
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                thread.submit(ask("b"), inbox.put)
+            except EngineUnavailable:
+                thread.close()
+                code = 0
+            finally:
+                os._exit(code)
+    deadline = time.monotonic() + 10
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if ended == (0, 0):
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+    assert ended == (child, 0)
+    thread.submit(ask("c"), inbox.put)  # the parent goes on
+    collect(inbox)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import queue
 import threading
 import weakref
@@ -53,9 +54,16 @@ class EngineThread:
         self._closed = False
         self._failure: str | None = None
         self._stats = engine.stats()
+        self._process = os.getpid()
+
+    def check_process(self) -> None:
+        """Raises EngineUnavailable in a forked process: threads do not survive a fork, so nothing would answer."""
+        if os.getpid() != self._process:
+            raise EngineUnavailable("the engine stayed in the process that forked this one; load a model here")
 
     def submit(self, request: AddRequest, deliver: Deliver) -> None:
-        """Raises EngineUnavailable once closed or failed."""
+        """Raises EngineUnavailable once closed or failed, and in a forked process."""
+        self.check_process()  # before the lock, which may have been held at the fork
         with self._lock:
             if self._failure is not None or self._closed:
                 raise EngineUnavailable(self._failure or "the engine was shut down")
@@ -76,6 +84,8 @@ class EngineThread:
 
     def close(self) -> None:
         """Idempotent; returns when the thread has ended."""
+        if os.getpid() != self._process:
+            return
         with self._lock:
             self._closed = True
             thread = self._thread
