@@ -230,6 +230,7 @@ class LLM(_Front):
 
     def _run(self, tracked: list[Tracked], show_progress: bool) -> list[RequestOutput]:
         """Feed the engine so that its queue never overflows, until all are finished. Any exception aborts the rest."""
+        self._thread.check_process()  # before waiting for room that its threads would give
         inbox: queue.SimpleQueue = queue.SimpleQueue()
         waiting = iter(sorted(tracked, key=lambda t: t.add.priority))
         live: dict[str, Tracked] = {}

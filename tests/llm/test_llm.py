@@ -177,6 +177,8 @@ def test_bad_params_are_refused_before_anything_runs(llm):
         llm.generate("a", {"temperature": 0})
     with pytest.raises(InvalidRequest, match="priority"):
         llm.generate(["a", "b"], GREEDY, priority=[1, 2, 3])
+    with pytest.raises(InvalidRequest, match="priority is 'x'"):
+        llm.generate(["a", "b"], GREEDY, priority=["x", 1])
     with pytest.raises(ContextLengthExceeded):
         llm.generate("the " * 5000, GREEDY)
     with pytest.raises(InvalidRequest):
@@ -247,6 +249,34 @@ def test_closed_is_closed(rigged):
     llm.close()
     with pytest.raises(EngineUnavailable):
         llm.generate("a", GREEDY)
+
+
+def test_many_threads_share_the_queue(rigged):
+    """Together they ask for far more than it takes, and one of them for more than all of it."""
+    with LLM(rigged, **SMALL, max_num_seqs=2, max_waiting=1) as llm:
+        texts: list = [None] * 6
+
+        def work(i):
+            if i == 0:
+                with pytest.raises(InvalidRequest, match="at most 3 sequences"):
+                    llm.generate("a", SamplingParams(n=4))
+            texts[i] = [o.outputs[0].text for o in llm.generate(["a"] * 8, GREEDY)]
+
+        threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert texts == [["hello  world"] * 8] * 6
+
+
+def test_an_interrupted_thread_leaves_its_room_to_the_others(rigged):
+    with LLM(rigged, **SMALL, max_num_seqs=1, max_waiting=1) as llm:
+        for _ in range(3):
+            with pytest.raises(ZeroDivisionError), pytest.MonkeyPatch.context() as patch:
+                patch.setattr("tokenmill.outputs.Tracked.take", lambda *a: 1 / 0)
+                llm.generate(["a", "b"], GREEDY)
+        assert [o.outputs[0].text for o in llm.generate(["a", "b"], GREEDY)] == ["hello  world"] * 2
 
 
 SCRIPT = """

@@ -81,6 +81,9 @@ def make_request(
                 f"token id {i!r} is not in the vocabulary of {vocab} tokens (0 to {vocab - 1})", param=param
             )
     validate(params, vocab_size=vocab, max_model_len=max_model_len, num_prompt_tokens=len(ids), max_n=max_n)
+    priority = _plain(priority)
+    if type(priority) is not int:
+        raise InvalidRequest(f"priority is {priority!r}; it must be an integer", param="priority")
     room = max_model_len - len(ids)
     params = replace(params, **{f.name: _plain(getattr(params, f.name)) for f in fields(params)})
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
