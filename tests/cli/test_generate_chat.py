@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.support.checkpoints import IM_END_ID, rigged_gguf, token_list
+from tests.support.gguf_writer import edit_gguf
 from tokenmill.backends.check import LIMITS
 from tokenmill.cli.main import main
 
@@ -93,6 +94,13 @@ def test_system_needs_chat(model):
 def test_lines_piped_in_are_turns(model):
     done = CliRunner().invoke(main, ["chat", model, *OPTIONS], input="in\n\na\n")
     assert (done.exit_code, done.stdout) == (0, "hello  world\nhello  world\n")
+
+
+def test_a_model_without_a_chat_template_is_told_at_the_start(model, tmp_path):
+    path = edit_gguf(model, tmp_path / "base.gguf", remove=("tokenizer.chat_template",))
+    done = CliRunner().invoke(main, ["chat", str(path), *OPTIONS], input="in\n")
+    assert done.exit_code == 1 and done.stdout == ""
+    assert "base.gguf has no chat template" in done.stderr and "tokenmill generate" in done.stderr
 
 
 class Terminal:

@@ -216,7 +216,8 @@ def test_a_broken_template_of_the_model_is_an_error_only_when_used():
 def test_a_model_without_a_template_says_so():
     metadata = byte_level_metadata()
     del metadata["tokenizer.chat_template"]
-    assert "no chat template" in refused(gguf_tokenizer(metadata), HI).message
+    message = refused(gguf_tokenizer(metadata), HI).message
+    assert "no chat template" in message and "/v1/completions" in message and "serve --chat-template" in message
 
 
 def test_known_extensions_of_templates(small):

@@ -15,7 +15,7 @@ import click
 
 from ..config import EngineConfig
 from ..core import SamplingParams
-from ..errors import ContextLengthExceeded, TokenmillError
+from ..errors import ConfigError, ContextLengthExceeded, TokenmillError
 from .options import given, options_of, sampling_from
 from .progress import download_progress
 
@@ -37,6 +37,10 @@ def chat(model: str | None, system: str | None, **values: Any) -> None:
     with download_progress() as progress:
         llm = AsyncLLM(model, progress=progress, **settings)
     try:
+        if llm.tokenizer.chat_template is None:
+            raise ConfigError(
+                f"{llm.config.model} has no chat template, so it completes text: use `tokenmill generate`"
+            )
         Conversation(llm, params, system).run()
     finally:
         llm.close()

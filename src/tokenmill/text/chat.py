@@ -162,7 +162,8 @@ def _own_template(tokenizer: Tokenizer, tools) -> str:
     source = templates.get("tool_use") if tools and "tool_use" in templates else templates.get("default")
     if source is None:
         raise InvalidRequest(
-            "this model has no chat template; use completions, or give a template with --chat-template"
+            "this model has no chat template: it completes text (/v1/completions, LLM.generate, `tokenmill generate`); "
+            "to chat all the same, give it one: serve --chat-template FILE, or chat_template in Python"
         )
     return source
 
