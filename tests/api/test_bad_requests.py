@@ -236,6 +236,13 @@ class TestBodies:
         assert answer.status_code == 400
         error_of(answer)
 
+    def test_a_field_that_is_nearly_a_known_one_is_named_in_the_log_once(self, rigged):
+        for _ in range(2):
+            body = {"messages": MESSAGES, "temprature": 0, "store": False, "max_tokens": 1}
+            assert rigged.post(CHAT, body).status_code == 200
+        assert rigged.log.count("field 'temprature' is ignored; did its client mean 'temperature'?") == 1
+        assert "'store'" not in rigged.log
+
     def test_a_hundred_thousand_unknown_keys(self, rigged):
         body = {f"k{i}": i for i in range(100_000)}
         assert rigged.post(CHAT, body | {"messages": MESSAGES, "max_tokens": 1}).status_code == 200

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 import re
-from typing import TypeVar
+from difflib import get_close_matches
+from functools import lru_cache
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -19,10 +22,12 @@ from ..errors import InvalidRequest, Overloaded, RequestTooLarge
 from .errors import ClientDisconnected, RequestTimeout, UnsupportedMediaType
 
 T = TypeVar("T")
+log = logging.getLogger("tokenmill")
 _WHERE = re.compile(r"^(.*?)(?: - at (?:`key` in )?`\$\.?(.*)`)?$", re.DOTALL)  # msgspec's own way of saying it
 
 BODIES_AT_ONCE = 32  # full-sized ones that may be in memory together
-SMALL_BODY = 1 << 20  # bytes; a larger one that is no JSON is not looked at twice
+SMALL_BODY = 1 << 20  # bytes; a larger one is not looked at twice, for what is wrong or ignored in it
+MOST_TYPOS, LONGEST_TYPO = 256, 40  # names remembered, characters
 
 
 class Bodies:
@@ -86,7 +91,7 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
     if body.startswith(b"\xef\xbb\xbf"):
         raise InvalidRequest("the body starts with a byte order mark; send plain UTF-8 JSON")
     try:
-        return decoder.decode(body)
+        value = decoder.decode(body)
     except msgspec.ValidationError as error:
         text, where = _WHERE.match(str(error)).groups()  # type: ignore[union-attr]
         if not where and (missing := re.search(r"missing required field `(\w+)`", text)):
@@ -99,6 +104,29 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
         raise InvalidRequest(f"the body is not valid JSON: {str(error)[:200]}") from None
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply") from None
+    if len(body) <= SMALL_BODY:
+        _tell_typos(body, type(value))
+    return value
+
+
+_ANY_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_told: set[str] = set()
+
+
+def _tell_typos(body: bytes, struct: Any) -> None:
+    """An unknown field is ignored by rule; one that is nearly a known one is named in the log, once."""
+    known = _fields_of(struct)
+    for name in _ANY_OBJECT.decode(body).keys() - known - _told:
+        if len(_told) >= MOST_TYPOS:
+            return
+        if len(name) <= LONGEST_TYPO and (close := get_close_matches(name, known, 1, 0.8)):
+            log.warning("a request's field %r is ignored; did its client mean %r?", name, close[0])
+        _told.add(name[:LONGEST_TYPO])
+
+
+@lru_cache
+def _fields_of(struct: Any) -> frozenset[str]:
+    return frozenset(field.encode_name for field in msgspec.structs.fields(struct))
 
 
 def _non_finite_field(body: bytes) -> str | None:
