@@ -145,3 +145,32 @@ def test_what_the_server_sets_is_carried(small):
     )
     assert (add.namespace, add.tenant, add.weight, add.priority) == ("m", "t", 2.0, 1)
     assert abs(add.arrival_time - time.monotonic()) < 5
+
+
+def test_settings_that_leave_no_token_at_all_are_refused(small):
+    end = next(iter(small.eos_token_ids))
+    (word,) = small.encode_continuation("a")
+    for params in (
+        {"allowed_token_ids": [end], "min_tokens": 1},
+        {"allowed_token_ids": [end, 7], "stop_token_ids": [7], "min_tokens": 3},
+        {"allowed_token_ids": [word], "bad_words": ["a"]},
+        {"allowed_token_ids": [word, end], "bad_words": ["a"], "min_tokens": 1},
+    ):
+        with pytest.raises(InvalidRequest) as caught:
+            make(small, [5], **params)
+        assert caught.value.param == "allowed_token_ids"
+    for params in (
+        {"allowed_token_ids": [end]},
+        {"allowed_token_ids": [end], "min_tokens": 1, "ignore_eos": True},
+        {"allowed_token_ids": [word, end], "bad_words": ["a"]},
+        {"bad_words": ["a"], "min_tokens": 1},
+    ):
+        make(small, [5], **params)
+
+
+@pytest.mark.parametrize("bad", ["1", 1.0, None, True, float("nan")])
+def test_a_priority_is_an_integer(small, bad):
+    """It is compared with others' in the engine, where a wrong type would end every request."""
+    with pytest.raises(InvalidRequest) as caught:
+        make_request(small, [5], SamplingParams(), request_id="r", max_model_len=64, priority=bad)
+    assert caught.value.param == "priority"

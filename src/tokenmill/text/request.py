@@ -87,12 +87,16 @@ def make_request(
     room = max_model_len - len(ids)
     params = replace(params, **{f.name: _plain(getattr(params, f.name)) for f in fields(params)})
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+    params = replace(params, max_tokens=max_tokens, min_tokens=min(params.min_tokens, max_tokens))
+    ends = [] if params.ignore_eos else sorted(tokenizer.eos_token_ids)
+    bad_words = _bad_words(tokenizer, params.bad_words)
+    _check_something_is_left(params, ends, bad_words)
     return AddRequest(
         request_id=request_id,
         prompt_token_ids=ids,
-        params=replace(params, max_tokens=max_tokens, min_tokens=min(params.min_tokens, max_tokens)),
-        eos_token_ids=[] if params.ignore_eos else sorted(tokenizer.eos_token_ids),
-        bad_words_ids=_bad_words(tokenizer, params.bad_words),
+        params=params,
+        eos_token_ids=ends,
+        bad_words_ids=bad_words,
         tenant=tenant,
         weight=weight,
         priority=priority,
@@ -111,6 +115,20 @@ def _bad_words(tokenizer: Tokenizer, words: Sequence[str] | None) -> list[list[i
         for text in (bare, " " + bare):
             found[tuple(tokenizer.encode_continuation(text))] = None
     return [list(ids) for ids in found if ids]
+
+
+def _check_something_is_left(params: SamplingParams, ends: list[int], bad_words: list[list[int]]) -> None:
+    """Raises InvalidRequest where the first token could be none, whatever the model says."""
+    if params.allowed_token_ids is None:
+        return
+    forbidden = {word[0] for word in bad_words if len(word) == 1}
+    if params.min_tokens > 0:
+        forbidden.update(ends, params.stop_token_ids or ())
+    if forbidden.issuperset(params.allowed_token_ids):
+        raise InvalidRequest(
+            "allowed_token_ids holds no token that bad_words and min_tokens (no end before it) leave",
+            param="allowed_token_ids",
+        )
 
 
 def _plain(value):
