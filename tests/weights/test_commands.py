@@ -86,11 +86,11 @@ def test_progress_is_quiet_for_a_second_then_speaks(monkeypatch, capsys):
         assert capsys.readouterr().err == ""
         clock[0] = 1.5
         update("a.whl", 2_000_000, 10_000_000)
-        assert capsys.readouterr().err == "fetching a.whl: 2 of 10 MB\n"
+        assert capsys.readouterr().err == "a.whl: 2 of 10 MB\n"
         update("a.whl", 3_000_000, None)
         clock[0] = 12.0
         update("a.whl", 4_000_000, None)
-        assert capsys.readouterr().err == "fetching a.whl: 4 MB\n"
+        assert capsys.readouterr().err == "a.whl: 4 MB\n"
 
 
 def test_a_bar_on_a_terminal(monkeypatch):

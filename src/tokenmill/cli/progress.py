@@ -1,4 +1,7 @@
-"""What a download looks like on stderr: a bar on a terminal, a line now and then elsewhere, nothing under a second."""
+"""Downloads, and the packing of large models, on stderr: a bar on a terminal, a line now and then elsewhere.
+
+Nothing is shown for what takes less than a second.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +74,7 @@ class _Lines:
         if now >= self.next:
             self.next = now + EVERY
             of = f" of {total / 1e6:.0f}" if total else ""
-            print(f"fetching {what}: {done / 1e6:.0f}{of} MB", file=sys.stderr, flush=True)
+            print(f"{what}: {done / 1e6:.0f}{of} MB", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         pass
