@@ -19,7 +19,9 @@ from . import _native
 
 FLOAT_FORMATS = ("F32", "F16", "BF16")
 BY_16 = ("Q2_K", "Q3_K", "Q6_K")  # their own scales are by 16 features, so the activations' must be
-EMBED, RMS_NORM, LINEAR, ADD, ROPE, ATTENTION, ACT_MUL, SELECT_ROWS, QUANTISE = range(9)  # OpKind in executor.h
+EMBED, RMS_NORM, LINEAR, ADD, ROPE, ATTENTION, ACT_MUL, SELECT_ROWS, QUANTISE, KV_WRITE = range(
+    10
+)  # OpKind in executor.h
 KINDS = {
     "embed": EMBED,
     "rms_norm": RMS_NORM,
@@ -31,7 +33,7 @@ KINDS = {
     "select_rows": SELECT_ROWS,
 }
 GROUP_CODES = {None: 0, 32: 1, 16: 2}  # add_slot's `quantised`
-QUANTISES_ITS_OUTPUT = ("rms_norm", "act_mul")  # kernels that leave the quantised form in the same pass
+NEEDS_QUANTISE = ("linear", "attention", "rope")  # ops whose output is whole only once every thread is done with it
 
 
 class CpuExecutor:
@@ -159,28 +161,30 @@ class CpuExecutor:
         if kind == EMBED:
             floats = [attrs["scale"]]
         elif kind == RMS_NORM:
-            weights, ints = [self._vectors[op.weights[0].name]], [op.inputs[0].dim, attrs["group"]]
+            weights, ints = [self._vectors[op.weights[0].name]], [attrs["group"]]
             floats = [attrs["eps"]]
         elif kind == ROPE:
-            ints = [attrs["head_dim"], *(v.dim for v in op.inputs)]
+            ints = [attrs["head_dim"]]
             floats, inv_freq = [attrs["scale"]], list(attrs["inv_freq"])
         elif kind == ATTENTION:
             ints = [attrs["layer"], attrs["num_heads"]]
             floats = [attrs["scale"], attrs["softcap"]]
         elif kind == ACT_MUL:
-            ints = [op.inputs[0].dim, ACTIVATIONS.index(attrs["act"])]
-        elif kind in (ADD, SELECT_ROWS):
-            ints = [op.inputs[0].dim]
-        to_quantise = [v for v in op.outputs if v.id in self._quantised]
-        fused = op.name in QUANTISES_ITS_OUTPUT and bool(to_quantise)
+            ints = [ACTIVATIONS.index(attrs["act"])]
+        quantised = [v for v in op.outputs if v.id in self._quantised]
+        fused = bool(quantised) and op.name not in NEEDS_QUANTISE
         on_l = op.outputs[0].rows == "L"
         ins, outs = [self._slot_of[v.id] for v in op.inputs], [self._slot_of[v.id] for v in op.outputs]
-        self._native.add_op(kind, ins, outs, weights, ints, floats, inv_freq, fused, on_l)
-        self._op_labels.append((op.name, op.where))
-        for v in [] if fused else to_quantise:
-            slot = self._slot_of[v.id]
-            self._native.add_op(QUANTISE, [slot], [slot], [], [v.dim], [], [], False, v.rows == "L")
-            self._op_labels.append(("quantise", op.where))
+        if kind == ATTENTION:
+            self._emit("kv_write", op, KV_WRITE, ins[1:], ins[1:], [], ints[:1], [], [], False, on_l)
+        self._emit(op.name, op, kind, ins, outs, weights, ints, floats, inv_freq, fused, on_l)
+        for v in [] if fused else quantised:
+            slot = [self._slot_of[v.id]]
+            self._emit("quantise", op, QUANTISE, slot, slot, [], [], [], [], True, on_l)
+
+    def _emit(self, label: str, op: Op, *native_op) -> None:
+        self._native.add_op(*native_op)
+        self._op_labels.append((label, op.where))
 
     # ---- step
 

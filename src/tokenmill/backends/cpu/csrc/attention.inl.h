@@ -24,13 +24,8 @@ constexpr int Q_BLOCK = 4;  // heads that share each load
 
 static TM_INLINE vf load_kv(const uint16_t* p) { return load_f16(p); }
 static TM_INLINE vf load_kv(const float* p) { return load(p); }
-static TM_INLINE void to_kv(float x, uint16_t* p) {
-  float t[W] = {x};
-  uint16_t half[W];
-  store_f16(half, load(t));
-  *p = half[0];
-}
-static TM_INLINE void to_kv(float x, float* p) { *p = x; }
+static TM_INLINE void store_kv(uint16_t* p, vf v) { store_f16(p, v); }
+static TM_INLINE void store_kv(float* p, vf v) { store(p, v); }
 
 struct Head {  // one (token, head) while its tile is worked
   float *q, *segment_out, *total_out, *scores;
@@ -341,10 +336,13 @@ static void kv_write(const float* k, const float* v, void* k_pages, void* v_page
     const size_t head = size_t(page) * n_kv_heads + h;
     KV* kp = static_cast<KV*>(k_pages) + head * head_dim * PAGE + offset;
     KV* vp = static_cast<KV*>(v_pages) + (head * PAGE + offset) * v_stride;
-    for (int d = 0; d < head_dim; d++) {
-      to_kv(k[h * head_dim + d], kp + size_t(d) * PAGE);
-      to_kv(v[h * head_dim + d], vp + d);
-    }
+    vectors(head_dim, [&](size_t d, int n) {
+      KV t[W];
+      store_kv(t, load_n(k + h * head_dim + d, n));
+      for (int i = 0; i < n; i++) kp[(d + i) * PAGE] = t[i];
+      store_kv(t, load_n(v + h * head_dim + d, n));
+      std::memcpy(vp + d, t, n * sizeof(KV));
+    });
   }
 }
 

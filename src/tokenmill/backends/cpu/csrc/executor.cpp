@@ -13,6 +13,8 @@ namespace {
 
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
+bool by_rows(OpKind kind) { return kind != OpKind::LINEAR && kind != OpKind::ACT_MUL && kind != OpKind::ATTENTION; }
+
 size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 
 }  // namespace
@@ -118,15 +120,26 @@ void Executor::ready(int logits_slot) {
       op.ints.push_back(found);
     }
   }
+  chain_end_.resize(ops_.size());
+  for (size_t i = ops_.size(); i-- > 0;) {
+    const bool joined = i + 1 < ops_.size() && by_rows(ops_[i].kind) && by_rows(ops_[i + 1].kind) &&
+                        ops_[i].on_logit_rows == ops_[i + 1].on_logit_rows;
+    chain_end_[i] = joined ? chain_end_[i + 1] : i + 1;
+  }
   for (int i = 0; i < pool_.threads(); i++) scratch_.push_back(workspace(round_up(scratch + 16, 16)));
   partials_ = workspace(size_t(MAX_PARTIALS) * partial_stride_ + 1);
   states_ = reinterpret_cast<SegmentState*>(workspace(size_t(MAX_PARTIALS) * states_stride_ * 2 + 1));
-  num_counters_ = int(ops_.size()) * 3 + int(rope_tables_.size()) + 2;
+  num_counters_ = int(ops_.size()) * 2 + int(rope_tables_.size()) + 2;
   counters_ = std::make_unique<std::atomic<int>[]>(num_counters_);
 }
 
-// Rows given out at once: whole tiles, so that no two threads write into one tile's cache lines, if there are enough.
-int Executor::row_chunk(int rows) const { return rows >= kernels_->tile * pool_.threads() ? kernels_->tile : 1; }
+// Rows given out at once: if there are enough, so many that two threads seldom write into the cache lines of one tile
+// (QuantRows) or one page of keys.
+int Executor::row_chunk(int rows) const {
+  for (int chunk : {PAGE, kernels_->tile})
+    if (rows >= chunk * pool_.threads()) return chunk;
+  return 1;
+}
 
 // Items in chunks to whichever thread is free, then a barrier. Who computes an item never changes its bits.
 template <class F>
@@ -136,10 +149,6 @@ void Executor::parallel(int items, int chunk, int& phase, F f) {
     for (int i; (i = next.fetch_add(chunk, std::memory_order_relaxed)) < items;)
       for (int end = std::min(items, i + chunk); i < end; i++) f(i);
   pool_.barrier();
-}
-
-void Executor::quantise_row(Slot& s, int row, int rows) {
-  kernels_->quantise(s.data + size_t(row) * s.dim, 0, s.dim, s.dim, row, rows, s.quant);
 }
 
 void Executor::run(const StepArrays& step, const SamplingArrays* sampling) {
@@ -159,10 +168,23 @@ void Executor::run(const StepArrays& step, const SamplingArrays* sampling) {
         }
       });
     }
-    for (OpNode& op : ops_) {
+    for (size_t i = 0; i < ops_.size();) {
       double started = profile && tid == 0 ? now() : 0;
-      run_op(op, step, tid, phase);
+      OpNode& op = ops_[i];
+      const size_t end = by_rows(op.kind) && !profile ? chain_end_[i] : i + 1;
+      const int rows = op.on_logit_rows ? step.logit_rows_n : step.tokens;
+      if (by_rows(op.kind))
+        parallel(rows, row_chunk(rows), phase, [&](int row) {
+          for (size_t k = i; k < end; k++) run_row(ops_[k], step, row, rows);
+        });
+      else if (op.kind == OpKind::LINEAR)
+        run_linear(op, rows, phase);
+      else if (op.kind == OpKind::ACT_MUL)
+        run_act_mul(op, rows, phase);
+      else
+        run_attention(op, step, tid, phase);
       if (profile && tid == 0) op.seconds += now() - started;
+      i = end;
     }
     if (sampling)
       parallel(step.logit_rows_n, 1, phase,
@@ -170,89 +192,73 @@ void Executor::run(const StepArrays& step, const SamplingArrays* sampling) {
   });
 }
 
-void Executor::run_op(OpNode& op, const StepArrays& step, int tid, int& phase) {
-  const int rows = op.on_logit_rows ? step.logit_rows_n : step.tokens;
+// One row through one op. Rows do not meet in these ops, so a chain of them needs no barrier inside.
+void Executor::run_row(const OpNode& op, const StepArrays& step, int row, int rows) {
+  Slot& out = slots_[op.out[0]];
+  auto at = [row](const Slot& s) { return s.data + size_t(row) * s.dim; };
   switch (op.kind) {
-    case OpKind::EMBED: {
-      Slot& out = slots_[op.out[0]];
-      const PackedWeight& w = weights_[op.weights[0]];
-      return parallel(rows, 4, phase, [&](int t) {
-        kernels_->unpack_row(w, step.token_ids[t], float(op.floats[0]), out.data + size_t(t) * out.dim);
-      });
-    }
-    case OpKind::RMS_NORM: {
-      Slot &in = slots_[op.in[0]], &out = slots_[op.out[0]];
-      const int dim = op.ints[0], group = op.ints[1];
-      return parallel(rows, row_chunk(rows), phase, [&](int t) {
-        kernels_->rms_norm(in.data + size_t(t) * dim, vectors_[op.weights[0]], out.data + size_t(t) * dim, dim, group,
-                           float(op.floats[0]));
-        if (op.quant_out) quantise_row(out, t, rows);
-      });
-    }
-    case OpKind::LINEAR: {
-      Slot& in = slots_[op.in[0]];
-      int panels = 0;
-      for (int w : op.weights) panels += weights_[w].panels;
-      const int chunk = std::clamp(panels / (pool_.threads() * 8), 1, 64);
-      std::atomic<int>& next = counters_[phase++];
-      if (rows > 0)
-        for (int p; (p = next.fetch_add(chunk, std::memory_order_relaxed)) < panels;) {
-          int first = p, last = std::min(panels, p + chunk);
-          for (size_t i = 0; i < op.weights.size() && first < last; i++) {
-            const PackedWeight& w = weights_[op.weights[i]];
-            if (first < w.panels) {
-              LinearArgs args{
-                  &w,  in.data, in.quant, op.in.size() > 1 ? slots_[op.in[1]].data : nullptr, slots_[op.out[i]].data,
-                  rows};
-              kernels_->linear(args, first, std::min(last, w.panels));
-            }
-            first = std::max(0, first - w.panels), last -= w.panels;
-          }
-        }
-      return pool_.barrier();
-    }
-    case OpKind::ADD: {
-      const int dim = op.ints[0];
-      return parallel(rows, 4, phase, [&](int t) {
-        size_t at = size_t(t) * dim;
-        kernels_->add(slots_[op.in[0]].data + at, slots_[op.in[1]].data + at, slots_[op.out[0]].data + at, dim);
-      });
-    }
+    case OpKind::EMBED:
+      kernels_->unpack_row(weights_[op.weights[0]], step.token_ids[row], float(op.floats[0]), at(out));
+      break;
+    case OpKind::RMS_NORM:
+      kernels_->rms_norm(at(slots_[op.in[0]]), vectors_[op.weights[0]], at(out), out.dim, op.ints[0],
+                         float(op.floats[0]));
+      break;
+    case OpKind::ADD: kernels_->add(at(slots_[op.in[0]]), at(slots_[op.in[1]]), at(out), out.dim); break;
     case OpKind::ROPE: {
       const int head_dim = op.ints[0], half = int(op.inv_freq.size());
-      const float* table = rope_tables_[op.ints.back()];
-      return parallel(rows, 4, phase, [&](int t) {
-        const float* cos = table + size_t(t) * 2 * half;
-        for (int i = 0; i < 2; i++) {
-          size_t at = size_t(t) * op.ints[1 + i];
-          kernels_->rope(slots_[op.in[i]].data + at, slots_[op.out[i]].data + at, cos, cos + half,
-                         op.ints[1 + i] / head_dim, head_dim, half);
-        }
-      });
+      const float* cos = rope_tables_[op.ints.back()] + size_t(row) * 2 * half;
+      for (int i = 0; i < 2; i++) {
+        Slot& to = slots_[op.out[i]];
+        kernels_->rope(at(slots_[op.in[i]]), at(to), cos, cos + half, to.dim / head_dim, head_dim, half);
+      }
+      break;
     }
-    case OpKind::ATTENTION: return run_attention(op, step, tid, phase);
-    case OpKind::ACT_MUL: {
-      Slot& out = slots_[op.out[0]];
-      const int dim = op.ints[0], width = 256, blocks = (dim + width - 1) / width;
-      return parallel(rows * blocks, row_chunk(rows) > 1 ? row_chunk(rows) * blocks : 1, phase, [&](int i) {
-        const int t = i / blocks, start = i % blocks * width, n = std::min(width, dim - start);
-        size_t at = size_t(t) * dim + start;
-        kernels_->act_mul(slots_[op.in[0]].data + at, slots_[op.in[1]].data + at, out.data + at, n, op.ints[1]);
-        if (op.quant_out) kernels_->quantise(out.data + at, start, n, dim, t, rows, out.quant);
-      });
+    case OpKind::KV_WRITE: {
+      KVLayer& l = kv_[op.ints[0]];
+      kernels_->attention[kv_f32_].write(at(slots_[op.in[0]]), at(slots_[op.in[1]]), l.k.as<void>(), l.v.as<void>(),
+                                         step.slots[row], l.kv_heads, l.head_dim, l.v_stride);
+      return;
     }
-    case OpKind::SELECT_ROWS: {
-      const int dim = op.ints[0];
-      return parallel(rows, 8, phase, [&](int i) {
-        std::memcpy(slots_[op.out[0]].data + size_t(i) * dim, slots_[op.in[0]].data + size_t(step.logit_rows[i]) * dim,
-                    dim * sizeof(float));
-      });
-    }
-    case OpKind::QUANTISE: {
-      Slot& s = slots_[op.in[0]];
-      return parallel(rows, row_chunk(rows), phase, [&](int t) { quantise_row(s, t, rows); });
-    }
+    case OpKind::SELECT_ROWS:
+      std::memcpy(at(out), slots_[op.in[0]].data + size_t(step.logit_rows[row]) * out.dim, out.dim * sizeof(float));
+      break;
+    default: break;  // QUANTISE: only what follows
   }
+  if (op.quant_out) kernels_->quantise(at(out), 0, out.dim, out.dim, row, rows, out.quant);
+}
+
+void Executor::run_linear(const OpNode& op, int rows, int& phase) {
+  const Slot& in = slots_[op.in[0]];
+  int panels = 0;
+  for (int w : op.weights) panels += weights_[w].panels;
+  const int chunk = std::clamp(panels / (pool_.threads() * 8), 1, 64);
+  std::atomic<int>& next = counters_[phase++];
+  if (rows > 0)
+    for (int p; (p = next.fetch_add(chunk, std::memory_order_relaxed)) < panels;) {
+      int first = p, last = std::min(panels, p + chunk);  // over the panels of all weights, one after the other
+      for (size_t i = 0; i < op.weights.size() && first < last; i++) {
+        const PackedWeight& w = weights_[op.weights[i]];
+        if (first < w.panels) {
+          const float* residual = op.in.size() > 1 ? slots_[op.in[1]].data : nullptr;
+          kernels_->linear({&w, in.data, in.quant, residual, slots_[op.out[i]].data, rows}, first,
+                           std::min(last, w.panels));
+        }
+        first = std::max(0, first - w.panels), last -= w.panels;
+      }
+    }
+  pool_.barrier();
+}
+
+void Executor::run_act_mul(const OpNode& op, int rows, int& phase) {
+  Slot& out = slots_[op.out[0]];
+  const int dim = out.dim, width = 256, blocks = (dim + width - 1) / width;
+  parallel(rows * blocks, row_chunk(rows) > 1 ? row_chunk(rows) * blocks : 1, phase, [&](int i) {
+    const int t = i / blocks, start = i % blocks * width, n = std::min(width, dim - start);
+    const size_t at = size_t(t) * dim + start;
+    kernels_->act_mul(slots_[op.in[0]].data + at, slots_[op.in[1]].data + at, out.data + at, n, op.ints[0]);
+    if (op.quant_out) kernels_->quantise(out.data + at, start, n, dim, t, rows, out.quant);
+  });
 }
 
 void Executor::plan_attention(const StepArrays& step) {
@@ -296,12 +302,7 @@ AttentionArgs Executor::attention_args(const OpNode& op, const StepArrays& step,
 
 void Executor::run_attention(OpNode& op, const StepArrays& step, int tid, int& phase) {
   KVLayer& l = kv_[op.ints[0]];
-  const int kv_dim = l.kv_heads * l.head_dim;
   const KernelTable::Attention& attention = kernels_->attention[kv_f32_];
-  parallel(step.tokens, 4, phase, [&](int t) {
-    attention.write(slots_[op.in[1]].data + size_t(t) * kv_dim, slots_[op.in[2]].data + size_t(t) * kv_dim,
-                    l.k.as<void>(), l.v.as<void>(), step.slots[t], l.kv_heads, l.head_dim, l.v_stride);
-  });
   parallel(int(units_.size()) * l.kv_heads, 1, phase, [&](int i) {
     const Unit& u = units_[i / l.kv_heads];
     const int head = i % l.kv_heads, group = op.ints[1] / l.kv_heads;

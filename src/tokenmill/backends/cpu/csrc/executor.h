@@ -18,7 +18,7 @@ struct StepArrays {
   int tokens, requests, logit_rows_n, table_width;
 };
 
-enum class OpKind { EMBED, RMS_NORM, LINEAR, ADD, ROPE, ATTENTION, ACT_MUL, SELECT_ROWS, QUANTISE };
+enum class OpKind { EMBED, RMS_NORM, LINEAR, ADD, ROPE, ATTENTION, ACT_MUL, SELECT_ROWS, QUANTISE, KV_WRITE };
 
 struct OpNode {
   OpKind kind;
@@ -80,11 +80,12 @@ class Executor {
     int partial;                                 // index of its partial result
   };
 
-  void run_op(OpNode& op, const StepArrays& step, int tid, int& phase);
+  void run_row(const OpNode& op, const StepArrays& step, int row, int rows);
+  void run_linear(const OpNode& op, int rows, int& phase);
+  void run_act_mul(const OpNode& op, int rows, int& phase);
   void run_attention(OpNode& op, const StepArrays& step, int tid, int& phase);
   void plan_attention(const StepArrays& step);
   AttentionArgs attention_args(const OpNode& op, const StepArrays& step, int request) const;
-  void quantise_row(Slot& s, int row, int rows);
   int row_chunk(int rows) const;
   template <class F>
   void parallel(int items, int chunk, int& phase, F f);
@@ -101,6 +102,7 @@ class Executor {
   std::vector<KVLayer> kv_;
   std::vector<Slot> slots_;
   std::vector<OpNode> ops_;
+  std::vector<size_t> chain_end_;  // of each op, the end of the run of row-wise ops it stands in
   std::vector<Sampler> samplers_;
   std::vector<float*> scratch_;      // attention, one a thread
   std::vector<float*> rope_tables_;  // one a ROPE op with tables of its own: (max_tokens, 2, half)

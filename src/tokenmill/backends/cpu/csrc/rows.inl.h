@@ -5,28 +5,6 @@
 
 namespace mill::TM_NS {
 
-// f(i, n): a vector of n <= W elements from i on.
-template <class F>
-static TM_INLINE void vectors(size_t n, F f) {
-  size_t i = 0;
-  for (; i + W <= n; i += W) f(i, W);
-  if (i < n) f(i, int(n - i));
-}
-
-static TM_INLINE vf load_n(const float* p, int n, float fill = 0.0f) {
-  if (n == W) return load(p);
-  float t[W];
-  for (int i = 0; i < W; i++) t[i] = i < n ? p[i] : fill;
-  return load(t);
-}
-
-static TM_INLINE void store_n(float* p, vf v, int n) {
-  if (n == W) return store(p, v);
-  float t[W];
-  store(t, v);
-  std::memcpy(p, t, n * sizeof(float));
-}
-
 static void rms_norm(const float* x, const float* weight, float* out, int dim, int group, float eps) {
   for (int g = 0; g < dim; g += group) {
     vf sum = splat(0.0f);
