@@ -3,6 +3,7 @@
 import contextlib
 import os
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.api.conftest import QUICK, TEXT
+from tests.api.conftest import QUICK, TEXT, ids_of
 from tests.api.server import (
     DOUBLE,
     ROOT,
@@ -26,6 +27,7 @@ from tests.api.server import (
     read_until,
     serving,
 )
+from tests.support.checkpoints import rigged_gguf
 
 ENDLESS = {"prompt": [93], "max_tokens": 60}  # the slow prompt of the double: 3 s
 
@@ -178,6 +180,23 @@ class TestEngineKilled:
                 assert eventually(lambda: not server.healthy(), 2)
                 assert eventually(server.healthy, 20)
                 assert server.chat("x")["choices"][0]["message"]["content"] == TEXT
+
+    def test_it_does_not_come_back_with_another_model(self, rigged_path, tmp_path):
+        """Under this server's tokenizer and name another model's answers would be wrong, and no one would see why."""
+        model = tmp_path / "model.gguf"
+        other = rigged_gguf(tmp_path / "other.gguf", list(reversed(ids_of(TEXT))), context_length=256)
+        shutil.copy(rigged_path, model)
+        with serving(model, *QUICK) as server:
+            assert server.chat("x")["choices"][0]["message"]["content"] == TEXT
+            os.replace(other, model)
+            os.kill(server.engine_pid(), signal.SIGKILL)
+            assert eventually(lambda: "the model's files are not those" in server.http.get("/health").text, 20)
+            answer = server.post("/v1/completions", {"model": "model", "prompt": "X"})
+            assert answer.status_code == 503 and "the model's files are not those" in error_of(answer)["message"]
+            shutil.copy(rigged_path, model)
+            os.kill(server.engine_pid(), signal.SIGKILL)
+            assert eventually(server.healthy, 20)
+            assert server.chat("x")["choices"][0]["message"]["content"] == TEXT
 
 
 class TestServerKilled:

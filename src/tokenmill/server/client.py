@@ -40,6 +40,7 @@ class EngineState(enum.Enum):
     LOADING = "the engine is loading"
     READY = "ready"
     DOWN = "the engine died and is being restarted"
+    CHANGED = "the model's files are not those that the server started with; put them back, or restart the server"
     DRAINING = "the server is shutting down"
 
 
@@ -222,6 +223,12 @@ class EngineClient:
                 if stream is not None:
                     stream.feed(delta)
         elif isinstance(event, EngineReady):
+            if self.info is not None and event.model_digest != self.info.model_digest:
+                # Other weights under this server's tokenizer and name: wrong answers, and no one would see why.
+                log.error(EngineState.CHANGED.value)
+                if self.state is not EngineState.DRAINING:
+                    self.state = EngineState.CHANGED
+                return
             self.info = event
             if self.state is not EngineState.DRAINING:
                 self.state = EngineState.READY
