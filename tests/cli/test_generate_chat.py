@@ -142,8 +142,10 @@ class Terminal:
 
 
 @pytest.fixture
-def terminal(model):
-    terminal = Terminal(model, *OPTIONS, "--ignore-eos")
+def terminal(tmp_path):
+    """A chat whose replies last for many seconds, however fast the machine."""
+    model = rigged_gguf(tmp_path / "long.gguf", HELLO, context_length=200_000)
+    terminal = Terminal(str(model), *OPTIONS, "--kv-cache-bytes", "200000000", "--ignore-eos")
     yield terminal
     terminal.close()
 

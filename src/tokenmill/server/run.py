@@ -80,10 +80,8 @@ def run(
         client.spawn()
         try:
             # The engine process imports and loads meanwhile.
-            import uvloop
-
             raise_file_limit(server_config.max_connections + 256)
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            with asyncio.Runner() as runner:
                 return runner.run(Server(client, server_config, names, path, sockets, announce).serve())
         finally:
             client.stop()

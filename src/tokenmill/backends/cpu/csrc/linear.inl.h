@@ -358,16 +358,17 @@ static void unpack_row(const PackedWeight& w, int row, float scale, float* out) 
   }
 }
 
-// q = round(x * 127 / max|x|) of each group, into the token's lane of its tile.
+// q = round(x * 127 / max|x|) of each group, into the token's lane of its tile. A group that is not all finite gets a
+// scale that is not a number, so that it reaches the answer.
 static void quantise(const float* x, int k0, int n, int dim, int token, int tokens, const QuantRows& out) {
   const int run = out.fine ? 16 : GROUP, tile = token / TILE * TILE, lane = token - tile;
   const int width = tokens - tile < TILE ? tokens - tile : TILE;
   int8_t* q = out.q + size_t(tile) * dim + 4 * lane;
   const size_t first = size_t(tile) * (dim / run) + lane;
   for (int k = k0; k < k0 + n; k += run, x += run) {
-    vf m = splat(0.0f);
-    for (int i = 0; i < run; i += W) m = vmax(vabs(load(x + i)), m);
-    float top = reduce_max(m), s = top / 127.0f, inverse = top > 0 ? 127.0f / top : 0.0f;
+    vi m = splat(0);
+    for (int i = 0; i < run; i += W) m = vmax(bits(vabs(load(x + i))), m);
+    const float top = reduce_max_abs(m), s = (top - top) + top / 127.0f, inverse = top > 0 ? 127.0f / top : 0.0f;
     int8_t row[GROUP];
     for (int i = 0; i < run; i += W) store_i8(row + i, to_int(mul(load(x + i), splat(inverse))));
     int sum = 0;

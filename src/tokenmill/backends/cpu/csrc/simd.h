@@ -89,6 +89,8 @@ static TM_INLINE vf load_bf16(const uint16_t* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
 }
 static TM_INLINE float reduce_max(vf v) { return _mm512_reduce_max_ps(v); }
+static TM_INLINE vi bits(vf v) { return _mm512_castps_si512(v); }
+static TM_INLINE vi vmax(vi a, vi b) { return _mm512_max_epi32(a, b); }
 static TM_INLINE vf pow2(vi n) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n, splat(127)), 23)); }
 static TM_INLINE vf select_lt(vf a, vf b, vf yes, vf no) {  // lane by lane: a < b ? yes : no
   return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), no, yes);
@@ -120,6 +122,8 @@ static TM_INLINE void store_f16(uint16_t* p, vf v) {
 static TM_INLINE vf load_bf16(const uint16_t* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
 }
+static TM_INLINE vi bits(vf v) { return _mm256_castps_si256(v); }
+static TM_INLINE vi vmax(vi a, vi b) { return _mm256_max_epi32(a, b); }
 static TM_INLINE float reduce_max(vf v) {
   __m128 a = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
   a = _mm_max_ps(a, _mm_movehl_ps(a, a));
@@ -156,6 +160,8 @@ static TM_INLINE vf load_f16(const uint16_t* p) { return vcvt_f32_f16(vreinterpr
 static TM_INLINE void store_f16(uint16_t* p, vf v) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(v))); }
 static TM_INLINE vf load_bf16(const uint16_t* p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
 static TM_INLINE float reduce_max(vf v) { return vmaxvq_f32(v); }
+static TM_INLINE vi bits(vf v) { return vreinterpretq_s32_f32(v); }
+static TM_INLINE vi vmax(vi a, vi b) { return vmaxq_s32(a, b); }
 static TM_INLINE vf pow2(vi n) { return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(n, splat(127)), 23)); }
 static TM_INLINE vf select_lt(vf a, vf b, vf yes, vf no) { return vbslq_f32(vcltq_f32(a, b), yes, no); }
 static TM_INLINE void store_i8(int8_t* p, vi v) {
@@ -184,7 +190,7 @@ static TM_INLINE vf fma(vf a, vf b, vf c) { return a * b + c; }
 static TM_INLINE vf select_lt(vf a, vf b, vf yes, vf no) { return a < b ? yes : no; }
 static TM_INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
 static TM_INLINE vf vmin(vf a, vf b) { return a < b ? a : b; }
-static TM_INLINE vf vabs(vf a) { return a < 0 ? -a : a; }
+static TM_INLINE vf vabs(vf a) { return (vf)((vi)a & 0x7fffffff); }
 static TM_INLINE vf to_float(vi a) { return __builtin_convertvector(a, vf); }
 static TM_INLINE vi to_int(vf a) {
   vi r;
@@ -198,12 +204,25 @@ static TM_INLINE void store_f16(uint16_t* p, vf v) {
   for (int i = 0; i < W; i++) p[i] = f32_to_f16_bits(v[i]);
 }
 static TM_INLINE vf load_bf16(const uint16_t* p) { return (vf)vi{p[0] << 16, p[1] << 16, p[2] << 16, p[3] << 16}; }
+static TM_INLINE vi bits(vf v) { return (vi)v; }
+static TM_INLINE vi vmax(vi a, vi b) { return a > b ? a : b; }
 static TM_INLINE float reduce_max(vf v) { return std::fmax(std::fmax(v[0], v[1]), std::fmax(v[2], v[3])); }
 static TM_INLINE vf pow2(vi n) { return (vf)((n + 127) << 23); }
 static TM_INLINE void store_i8(int8_t* p, vi v) {
   for (int i = 0; i < W; i++) p[i] = int8_t(v[i] > 127 ? 127 : v[i] < -128 ? -128 : v[i]);
 }
 #endif
+
+// The largest |x| of lanes whose bits(|x|) are given: as integers they keep their order, and infinities and what is not
+// a number come out on top instead of vanishing.
+static TM_INLINE float reduce_max_abs(vi v) {
+  int32_t t[W], top = 0;
+  std::memcpy(t, &v, sizeof t);
+  for (int i = 0; i < W; i++) top = t[i] > top ? t[i] : top;
+  float f;
+  std::memcpy(&f, &top, 4);
+  return f;
+}
 
 // Sum of lanes by halving, the same tree on every instruction set with the same W.
 static TM_INLINE float reduce_add(vf v) {
