@@ -1,8 +1,12 @@
 """Fixtures every room may use: the real models, fetched once into tokenmill's own cache, digests checked."""
 
+import signal
 from pathlib import Path
 
 import pytest
+
+# A shell starts background jobs with SIGINT ignored, and what we start would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

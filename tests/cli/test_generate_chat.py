@@ -158,6 +158,7 @@ def test_ctrl_c_stops_the_reply_and_not_the_program(terminal):
     terminal.interrupt()
     terminal.wait_for("stopped")
     terminal.wait_for("you")
+    time.sleep(0.5)  # readline notices a signal only once it waits for a key, a moment after its prompt
     terminal.interrupt()
     terminal.wait_for("Ctrl-D or /exit leaves")
     terminal.type("/reset")
