@@ -1,6 +1,6 @@
-"""The event loop's side of the engine process: submit requests, read their tokens, abort, watch its health.
+"""The event loop's side of the engine process: submit requests, hand their tokens on, abort, watch its health.
 
-    reader thread --call_soon_threadsafe, once a step--> EngineClient --> EngineStream of each caller
+    reader thread --call_soon_threadsafe, once a step--> EngineClient --> EngineStream --> Sink of each caller
 
 Everything here but `_from_reader` runs on the event loop's thread. It knows nothing of HTTP and of text.
 """
@@ -13,7 +13,7 @@ import enum
 import logging
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -44,30 +44,27 @@ class EngineState(enum.Enum):
     DRAINING = "the server is shutting down"
 
 
-class EngineStream:
-    """What the engine gives for one caller's requests, as it comes. Close it, always: that frees the engine."""
+class Sink(Protocol):
+    """Who asked. Called on the event loop's thread; returns at once."""
 
-    def __init__(self, client: EngineClient, adds: Iterable[AddRequest]):
+    def deliver(self, deltas: list[TokenDelta]) -> None:
+        """What came for its requests together, mostly from one step of the engine."""
+        ...
+
+    def fail(self, error: TokenmillError) -> None:
+        """Nothing more will come: the engine died, the server's drain time is over, or cancel() was called."""
+        ...
+
+
+class EngineStream:
+    """One caller's requests in the engine; what it gives goes to `sink` at once, without a task to be woken for each
+    token. Close it, always: that frees the engine."""
+
+    def __init__(self, client: EngineClient, adds: Iterable[AddRequest], sink: Sink):
         self._client = client
+        self._sink = sink
         self._open = {add.request_id: set(range(add.params.n)) for add in adds}  # choices that have not finished
         self._deltas: list[TokenDelta] = []
-        self._error: TokenmillError | None = None
-        self._waiter: asyncio.Future | None = None
-
-    async def next(self) -> list[TokenDelta]:
-        """All that came since the last call, waiting for at least one. [] once every choice has finished.
-
-        Raises EngineUnavailable when the engine died or the server's drain time is over.
-        """
-        while not self._deltas:
-            if self._error is not None:
-                raise self._error
-            if not self._open:
-                return []
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        deltas, self._deltas = self._deltas, []
-        return deltas
 
     def stop_choice(self, abort: AbortRequest) -> None:
         """A stop string matched: the engine need not go on with this choice. Later deltas of it are dropped."""
@@ -76,7 +73,7 @@ class EngineStream:
             self._finished(abort.request_id, abort.index)
 
     def cancel(self, error: TokenmillError) -> None:
-        """Abort what is unfinished; whoever waits in next() gets `error`."""
+        """Abort what is unfinished; the sink is told `error`."""
         self.close()
         self.fail(error)
 
@@ -95,24 +92,28 @@ class EngineStream:
             del self._open[request_id]
             self._client.streams.pop(request_id, None)
 
-    def feed(self, delta: TokenDelta) -> None:
+    def feed(self, delta: TokenDelta) -> bool:
+        """Keep a delta until flush(). True if it is the first that waits for it."""
         if delta.index not in self._open.get(delta.request_id, ()):
-            return  # on its way when the choice was stopped
+            return False  # on its way when the choice was stopped
         self._deltas.append(delta)
         if delta.finish_reason is not None:
             self._finished(delta.request_id, delta.index)
-        self._wake()
+        return len(self._deltas) == 1
+
+    def flush(self) -> None:
+        deltas, self._deltas = self._deltas, []
+        try:
+            self._sink.deliver(deltas)
+        except Exception:  # a bug met by one request is not another's
+            log.exception("a request's tokens could not be turned into its answer")
+            self.cancel(TokenmillError("the server failed on this request; its log says why"))
 
     def fail(self, error: TokenmillError) -> None:
-        self._error = error
         for request_id, choices in list(self._open.items()):
             for index in list(choices):
                 self._finished(request_id, index)
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._sink.fail(error)
 
 
 class EngineClient:
@@ -181,11 +182,11 @@ class EngineClient:
         if self.state is not EngineState.READY:
             raise EngineUnavailable(self.state.value)
 
-    def submit(self, adds: list[AddRequest]) -> EngineStream:
+    def submit(self, adds: list[AddRequest], sink: Sink) -> EngineStream:
         """Queue validated requests, all or none. Raises Overloaded, EngineUnavailable, InvalidRequest (never fits)."""
         wanted = sum(add.params.n for add in adds)
         self.check_room(wanted)
-        stream = EngineStream(self, adds)
+        stream = EngineStream(self, adds, sink)
         self.num_live += wanted
         for add in adds:
             self.streams[add.request_id] = stream
@@ -218,10 +219,13 @@ class EngineClient:
         if isinstance(event, OutputBatch):
             if event.stats is not None:
                 self.stats = self._with_past(event.stats)
+            fed = []
             for delta in event.deltas:
                 stream = self.streams.get(delta.request_id)
-                if stream is not None:
-                    stream.feed(delta)
+                if stream is not None and stream.feed(delta):
+                    fed.append(stream)
+            for stream in fed:
+                stream.flush()
         elif isinstance(event, EngineReady):
             if self.info is not None and event.model_digest != self.info.model_digest:
                 # Other weights under this server's tokenizer and name: wrong answers, and no one would see why.

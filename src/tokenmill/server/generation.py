@@ -2,8 +2,10 @@
 
     adds (one a prompt) -> EngineClient.submit -> TokenDelta -> text.RequestState -> ChoiceDelta -> Format -> JSON / SSE
 
-A watcher waits for the client's disconnect all the while; it aborts the engine's sequences at once, also while they are
-queued. What the answer looks like is a Format's business (routes/chat.py, routes/completions.py).
+Tokens come as calls, Generation.deliver() once a step, and go out in that call as events; the request's own task wakes
+for the first of them, for the end, and where the client is behind. A watcher waits for the client's disconnect all the
+while; it aborts the engine's sequences at once, also while they are queued. What the answer looks like is a Format's
+business (routes/chat.py, routes/completions.py).
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from ..core import FinishReason
@@ -51,11 +54,14 @@ class Generation:
         self.serving = serving
         self.prompts = prompts
         self.count_output = count_output
-        self.failed = False  # it ended with an error that was told inside the stream
+        self.on_changes: Callable[[list[tuple[Prompt, ChoiceDelta]]], None] = lambda changes: None
+        self.on_end: Callable[[], None] = lambda: None
+        self.error: TokenmillError | None = None  # why there will be no more
+        self.error_told = False  # inside the stream
         self.arrival = time.monotonic()
         for prompt in prompts:
             prompt.add.arrival_time = self.arrival
-        self.stream = serving.engine.submit([prompt.add for prompt in prompts])
+        self.stream = serving.engine.submit([prompt.add for prompt in prompts], self)
         self._by_id = {prompt.add.request_id: prompt for prompt in prompts}
         self._unfinished = sum(len(prompt.choices) for prompt in prompts)
 
@@ -64,7 +70,9 @@ class Generation:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self.stream.close()
-        left = not self.failed and (error is None or isinstance(error, (ClientDisconnected, asyncio.CancelledError)))
+        left = not self.error_told and (
+            error is None or isinstance(error, (ClientDisconnected, asyncio.CancelledError))
+        )
         self.serving.metrics.finished[FinishReason.ABORT if left else FinishReason.ERROR] += self._unfinished
         self._unfinished = 0
 
@@ -72,33 +80,39 @@ class Generation:
     def finished(self) -> bool:
         return not self._unfinished
 
-    async def next(self) -> list[tuple[Prompt, ChoiceDelta]]:
-        """What came since the last call; [] when every choice has finished. Raises TokenmillError."""
-        out: list[tuple[Prompt, ChoiceDelta]] = []
-        while not out and self._unfinished:
-            deltas = await self.stream.next()
-            if not deltas:
-                raise TokenmillError("the engine ended this request without saying how")
-            now = time.monotonic()
-            for delta in deltas:
-                prompt = self._by_id[delta.request_id]
-                changed = prompt.state.process(delta)
+    def deliver(self, deltas: list[TokenDelta]) -> None:
+        """client.Sink: what a step gave becomes text, and goes to on_changes."""
+        if self.error is not None:
+            return
+        now = time.monotonic()
+        changes: list[tuple[Prompt, ChoiceDelta]] = []
+        for delta in deltas:
+            prompt = self._by_id[delta.request_id]
+            changed = prompt.state.process(delta)
+            if delta.token_ids:
                 self._observe_tokens(prompt, delta, now)
-                if changed is None:
-                    continue
+            if changed is None:
+                continue
+            if changed.finish_reason is not None:
                 if changed.finish_reason is FinishReason.ERROR:
-                    raise TokenmillError(changed.error or "the engine could not go on with this request")
+                    return self.fail(TokenmillError(changed.error or "the engine could not go on with this request"))
                 if changed.abort is not None:
                     self.stream.stop_choice(changed.abort)
-                if changed.finish_reason is not None:
-                    self._observe_end(prompt, changed, now)
-                out.append((prompt, changed))
-        return out
+                self._observe_end(prompt, changed, now)
+            changes.append((prompt, changed))
+        if changes:
+            self.on_changes(changes)
+        if self.finished:
+            self.on_end()
+
+    def fail(self, error: TokenmillError) -> None:
+        """client.Sink"""
+        if not self.finished:
+            self.error = self.error or error
+        self.on_end()
 
     def _observe_tokens(self, prompt: Prompt, delta: TokenDelta, now: float) -> None:
         new, i, metrics = len(delta.token_ids), delta.index, self.serving.metrics
-        if not new:
-            return
         metrics.generation_tokens += new
         if prompt.first_token_times[i]:
             metrics.inter_token_latency.observe((now - prompt.last_token_times[i]) / new, new)
@@ -135,6 +149,8 @@ class Generation:
 class Format(Protocol):
     """How one endpoint says it."""
 
+    text_only: bool  # no logprobs and no token ids are asked for: chunks differ in their text
+
     def chunks(self, prompt: Prompt, changed: ChoiceDelta) -> list[Any]:
         """The chunk choices one delta makes, in order."""
         ...
@@ -152,20 +168,26 @@ class GenerationResponse:
     def __init__(self, generation: Generation, form: Format, *, stream: bool, usage: bool, usage_always: bool = False):
         self.generation = generation
         self.form = form
-        self.streamed = stream
         self.usage = usage
         self.usage_always = usage_always
+        self.events = sse.EventStream()
+        self.streamed = stream
+        self._templates: dict[tuple[int, int], sse.Template | None] = {}  # by prompt and choice; None: one event is out
+        if stream:
+            generation.on_changes = self._put
+        generation.on_end = self.events.wake
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         watcher = asyncio.create_task(self._watch(receive))
+        generation = self.generation
         try:
-            with contextlib.suppress(ClientDisconnected), self.generation:
+            with contextlib.suppress(ClientDisconnected), generation:
                 if self.streamed:
-                    await self._stream(send)
-                else:
-                    while await self.generation.next():
-                        pass
-                    await JSON(self.form.whole(self.generation))(scope, receive, send)
+                    return await self._stream(scope, send)
+                await self.events.wait()
+                if generation.error is not None:
+                    raise generation.error
+                await JSON(self.form.whole(generation))(scope, receive, send)
         finally:
             watcher.cancel()
 
@@ -174,29 +196,44 @@ class GenerationResponse:
             pass
         self.generation.stream.cancel(ClientDisconnected("the client left"))
 
-    async def _stream(self, send: Any) -> None:
-        """Everything that one step of the engine gave goes out in one write."""
-        writer = sse.EventWriter(send)
-        generation = self.generation
-        try:
-            while changes := await generation.next():
-                data = b"".join(
-                    self._event([choice], None)
-                    for prompt, changed in changes
-                    for choice in self.form.chunks(prompt, changed)
-                )
-                if generation.finished:
-                    data += self._event([], generation.usage()) if self.usage else b""
-                    data += sse.DONE
-                if data:
-                    await writer.write(data, last=generation.finished)
-        except ClientDisconnected:
-            raise
-        except TokenmillError as error:
-            if not writer.started:
-                raise  # still a plain answer with a status
-            generation.failed = True
-            await writer.write(sse.event(error_object(error)), last=True)
+    async def _stream(self, scope: Any, send: Any) -> None:
+        generation, events = self.generation, self.events
+        last = False
+        while not last:
+            await events.wait()
+            last = generation.finished
+            if (error := generation.error) is not None:
+                if not events.started or isinstance(error, ClientDisconnected):
+                    raise error  # with a status, or to nobody
+                generation.error_told = last = True
+                events.hold(sse.event(error_object(error)))
+            await events.flush(scope, send, last=last)
+
+    def _put(self, changes: list[tuple[Prompt, ChoiceDelta]]) -> None:
+        """Everything that one step of the engine gave goes out in one write; the last one with the end of the answer,
+        which is for the task to send."""
+        data = b"".join([self._encode(prompt, changed) for prompt, changed in changes])
+        if not self.generation.finished:
+            if data:
+                self.events.put(data)
+            return
+        if self.usage:
+            data += self._event([], self.generation.usage())
+        self.events.hold(data + sse.DONE)
+
+    def _encode(self, prompt: Prompt, changed: ChoiceDelta) -> bytes:
+        """The events of one delta. All but the first and the last of a choice come from a template."""
+        key = prompt.position, changed.index
+        if key in self._templates and changed.finish_reason is None and self.form.text_only and not self.usage_always:
+            if not changed.text:
+                return b""
+            template = self._templates[key]
+            if template is None:
+                pattern = self.form.chunks(prompt, ChoiceDelta(changed.index, sse.PLACE))
+                template = self._templates[key] = sse.Template(self._event(pattern, None))
+            return template.fill(changed.text)
+        self._templates.setdefault(key)
+        return b"".join([self._event([choice], None) for choice in self.form.chunks(prompt, changed)])
 
     def _event(self, choices: list[Any], usage: UsageBody | None) -> bytes:
         answer = self.form.answer(choices)

@@ -13,7 +13,8 @@ import contextlib
 import errno
 import os
 import socket
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from ..config import ServerConfig
 from ..errors import ConfigError
@@ -22,6 +23,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 SEND_BUFFER_BYTES = 1 << 17
+WRITE_NOW = "tokenmill.write_now"  # ASGI extension of this server's connections: write_now() below, of one request
+
+
+def write_now(cycle: Any, data: bytes) -> bool:
+    """Write a part of an answer whose head is out, without a coroutine. False where the client is behind: send() it."""
+    if cycle.flow.write_paused or not cycle.chunked_encoding:
+        return False
+    if not cycle.disconnected and not cycle.response_complete:
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+    return True
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
@@ -147,6 +158,7 @@ def make_protocol(config: ServerConfig, error_body: Callable[[int, str], bytes])
             self._in_headers, self._message_open = False, True
             self._stop_reading_timer()
             super().on_headers_complete()
+            self.scope["extensions"] = {WRITE_NOW: partial(write_now, self.cycle)}
 
         def on_body(self, body):
             if not self._extra:

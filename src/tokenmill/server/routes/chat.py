@@ -101,6 +101,7 @@ class ChatFormat:
         self.id = answer_id
         self.model = model
         self.created = int(time.time())
+        self.text_only = not (body.logprobs or body.return_token_ids)
         self.told_role: set[int] = set()
 
     def chunks(self, prompt: Prompt, changed: ChoiceDelta) -> list[Any]:

@@ -74,6 +74,7 @@ class CompletionFormat:
         self.model = model
         self.created = int(time.time())
         self.n = body.n or 1
+        self.text_only = body.logprobs is None and not body.return_token_ids
         self.prompt_only = bool(body.echo) and body.max_tokens == 0  # score the prompt, return no token
         self.legacy: dict[tuple[int, int], LegacyLogprobs] = {}  # by prompt and choice, of those that were begun
 
