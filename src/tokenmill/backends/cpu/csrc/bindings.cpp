@@ -2,10 +2,12 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstring>
 
+#include "ceilings.h"
 #include "executor.h"
 #include "pack.h"
 
@@ -153,6 +155,20 @@ NB_MODULE(_native, m) {
     std::vector<std::string> out(names, names + n);
     return out;
   });
+
+  // Of an instruction set ("" for the best), all threads together: (bytes read, float and integer operations a second).
+  m.def(
+      "measure_ceilings",
+      [](const std::string& isa, int threads, size_t bytes, double seconds) {
+        const KernelTable* kernels = select_kernels(isa.empty() ? nullptr : isa.c_str());
+        need(kernels, "this machine cannot run that instruction set");
+        nb::gil_scoped_release release;
+        const auto& c = kernels->ceilings;
+        return std::tuple{measure_read(*kernels, threads, bytes, seconds), measure_arithmetic(c.fma, threads, seconds),
+                          measure_arithmetic(c.dot, threads, seconds), std::string(kernels->name),
+                          std::string(c.dot.name)};
+      },
+      "isa"_a, "threads"_a, "bytes"_a, "seconds"_a);
 
   nb::class_<NativeExecutor>(m, "Executor")
       .def(nb::init<const std::string&, int, int, int, int, int, int, bool>(), "isa"_a, "threads"_a, "max_tokens"_a,

@@ -2,6 +2,7 @@
 #include "kernels.h"
 
 #include "attention.inl.h"
+#include "ceilings.inl.h"
 #include "linear.inl.h"
 #include "rows.inl.h"
 
@@ -28,6 +29,7 @@ const KernelTable TM_CAT(table_, TM_ISA) = {
     TM_NS::max_of,
     TM_NS::sum_exp,
     TM_NS::weights,
+    {TM_NS::read_loop, {"fma", TM_NS::FMA_OPS, TM_NS::fma_loop}, {TM_NS::DOT_RECIPE, TM_NS::DOT_OPS, TM_NS::dot_loop}},
 };
 
 }  // namespace mill

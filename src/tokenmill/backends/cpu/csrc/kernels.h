@@ -81,6 +81,13 @@ struct SegmentState {
   float max, sum;
 };
 
+// A loop of pure arithmetic, for measuring: `ops` operations a round. seed: 32 floats.
+struct Recipe {
+  const char* name;
+  double ops;
+  double (*run)(int64_t rounds, const float* seed);
+};
+
 struct KernelTable {
   const char* name;
   int tile;  // tokens that share one unpacking of a weight panel, and stand together in QuantRows
@@ -108,6 +115,10 @@ struct KernelTable {
   float (*max)(const float* x, int n);
   double (*sum_exp)(const float* x, int n, float max);                               // sum exp(x - max)
   void (*weights)(const float* x, int n, float max, double temperature, double* w);  // exp((x - max) / temperature)
+  struct Ceilings {
+    uint64_t (*read)(const uint8_t* p, size_t n);
+    Recipe fma, dot;
+  } ceilings;
 };
 
 constexpr int ATTENTION_TOKENS = 16;  // tokens of a request that share each K and V page once converted
