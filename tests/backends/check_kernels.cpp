@@ -59,7 +59,7 @@ static void check_linear(const KernelTable& k, const KernelTable& plain, const c
   void* memory = std::aligned_alloc(64, w.panel_bytes * w.panels);
   std::memset(memory, 0, w.panel_bytes * w.panels);
   for (int p = 0; p < w.panels; p++)
-    pack_panel(format, w, file.data(), p, static_cast<uint8_t*>(memory) + p * w.panel_bytes);
+    pack_panel(format, w, {file.data(), file.size()}, p, static_cast<uint8_t*>(memory) + p * w.panel_bytes);
   w.data = static_cast<uint8_t*>(memory);
   auto x = randoms(size_t(tokens) * cols), bias = randoms(rows, 1e-3f),
        residual = randoms(size_t(tokens) * rows, 1e-3f);

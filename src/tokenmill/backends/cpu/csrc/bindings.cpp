@@ -1,6 +1,7 @@
 // The extension module: Executor for backends/cpu/executor.py, and single kernels for the tests.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -179,11 +180,18 @@ NB_MODULE(_native, m) {
       .def_prop_ro("kv_bytes", [](NativeExecutor& x) { return x.e.kv_bytes(); })
       .def_prop_ro("workspace_bytes", [](NativeExecutor& x) { return x.e.workspace_bytes(); })
       .def("set_profile", [](NativeExecutor& x, bool on) { x.e.profile = on; })
-      .def("add_weight",
-           [](NativeExecutor& x, const std::string& format, int rows, int cols, Array<uint8_t> data, int bias) {
-             nb::gil_scoped_release release;
-             return x.e.add_weight(format, rows, cols, data.data(), data.size(), bias);
-           })
+      .def(
+          "add_weight",
+          [](NativeExecutor& x, const std::string& format, int rows, int cols, Array<uint8_t> data, int bias,
+             std::optional<Array<int32_t>> order, bool mapped) {
+            need(!order || order->size() == size_t(rows), "an order of rows names each row");
+            for (int i = 0; order && i < rows; i++)
+              need(order->data()[i] >= 0 && order->data()[i] < rows, "an order of rows names one that is not there");
+            nb::gil_scoped_release release;
+            return x.e.add_weight(format, rows, cols,
+                                  {data.data(), data.size(), order ? order->data() : nullptr, mapped}, bias);
+          },
+          "format"_a, "rows"_a, "cols"_a, "data"_a, "bias"_a, "order"_a = nb::none(), "mapped"_a = false)
       .def("add_vector", [](NativeExecutor& x, Array<float> v) { return x.e.add_vector(v.data(), int(v.size())); })
       .def("add_kv_layer",
            [](NativeExecutor& x, int heads, int head_dim, int window) { x.e.add_kv_layer(heads, head_dim, window); })

@@ -6,14 +6,14 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "pack.h"
-
 namespace mill {
 namespace {
 
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 bool by_rows(OpKind kind) { return kind != OpKind::LINEAR && kind != OpKind::ACT_MUL && kind != OpKind::ATTENTION; }
+
+constexpr size_t PACK_BYTES = 32 << 20;  // of a weight's file, in memory at a time while it is packed
 
 size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 
@@ -35,40 +35,35 @@ Executor::Executor(const std::string& isa, int threads, int max_tokens, int max_
   units_.reserve(size_t(max_requests) + max_tokens + MAX_PARTIALS);
 }
 
-float* Executor::workspace(size_t floats) {
-  memories_.emplace_back(floats * sizeof(float));
-  workspace_bytes_ += memories_.back().bytes();
-  return memories_.back().as<float>();
-}
-
-int Executor::add_weight(const std::string& format, int rows, int cols, const uint8_t* data, size_t bytes, int bias) {
+int Executor::add_weight(const std::string& format, int rows, int cols, const WeightSource& from, int bias) {
   Layout layout;
   if (!layout_of(format, &layout)) throw std::invalid_argument("no packed layout for " + format);
   size_t stride = row_bytes(format, cols);
-  if (rows < 1 || !stride || bytes != stride * size_t(rows))
+  if (rows < 1 || !stride || from.bytes != stride * size_t(rows))
     throw std::invalid_argument("a " + format + " weight of " + std::to_string(rows) + " x " + std::to_string(cols) +
-                                " does not take " + std::to_string(bytes) + " bytes");
+                                " does not take " + std::to_string(from.bytes) + " bytes");
   PackedWeight w = plan_weight(layout, rows, cols);
-  Memory memory(w.panel_bytes * w.panels);
-  w.data = memory.as<uint8_t>();
+  uint8_t* packed = packed_.take<uint8_t>(w.panel_bytes * w.panels);
+  w.data = packed;
   w.bias = bias < 0 ? nullptr : vectors_[bias];
-  std::atomic<int> next{0};
-  pool_.run([&](int) {
-    for (int p; (p = next.fetch_add(1)) < w.panels;)
-      pack_panel(format, w, data, p, memory.as<uint8_t>() + p * w.panel_bytes);
-  });
-  weight_bytes_ += memory.bytes();
-  memories_.push_back(std::move(memory));
+  const int slab = int(std::max<size_t>(1, PACK_BYTES / (PANEL * stride)));
+  for (int first = 0; first < w.panels; first += slab) {
+    const int end = std::min(w.panels, first + slab);
+    std::atomic<int> next{first};
+    pool_.run([&](int) {
+      for (int p; (p = next.fetch_add(1)) < end;)
+        pack_panel(format, w, from, p, packed + p * w.panel_bytes);
+    });
+    release_pages(from, size_t(end) * PANEL * stride);
+  }
   weights_.push_back(w);
   return int(weights_.size()) - 1;
 }
 
 int Executor::add_vector(const float* data, int n) {
-  Memory memory(size_t(n) * sizeof(float));
-  std::memcpy(memory.as<float>(), data, size_t(n) * sizeof(float));
-  weight_bytes_ += memory.bytes();
-  vectors_.push_back(memory.as<float>());
-  memories_.push_back(std::move(memory));
+  float* copy = packed_.take<float>(n);
+  std::memcpy(copy, data, size_t(n) * sizeof(float));
+  vectors_.push_back(copy);
   return int(vectors_.size()) - 1;
 }
 

@@ -7,6 +7,7 @@
 
 #include "kernels.h"
 #include "memory.h"
+#include "pack.h"
 #include "pool.h"
 #include "sampler.h"
 
@@ -41,7 +42,7 @@ class Executor {
   int threads() const { return pool_.threads(); }
 
   // Load time, in order: weights and vectors, KV layers, slots, ops, ready().
-  int add_weight(const std::string& format, int rows, int cols, const uint8_t* data, size_t bytes, int bias);
+  int add_weight(const std::string& format, int rows, int cols, const WeightSource& from, int bias);
   int add_vector(const float* data, int n);
   void add_kv_layer(int kv_heads, int head_dim, int window);
   int add_slot(int dim, bool on_logit_rows, int quantised);  // 0: no, 1: by 32 features, 2: by 16
@@ -56,9 +57,9 @@ class Executor {
 
   std::vector<OpNode>& ops() { return ops_; }
   bool profile = false;
-  size_t weight_bytes() const { return weight_bytes_; }
+  size_t weight_bytes() const { return packed_.bytes(); }
   size_t kv_bytes() const;
-  size_t workspace_bytes() const { return workspace_bytes_; }
+  size_t workspace_bytes() const { return workspace_.bytes(); }
   int max_tokens() const { return max_tokens_; }
   int max_requests() const { return max_requests_; }
   int max_logit_rows() const { return max_logit_rows_; }
@@ -89,7 +90,7 @@ class Executor {
   int row_chunk(int rows) const;
   template <class F>
   void parallel(int items, int chunk, int& phase, F f);
-  float* workspace(size_t floats);
+  float* workspace(size_t floats) { return workspace_.take<float>(floats); }
 
   const KernelTable* kernels_;
   Pool pool_;
@@ -97,7 +98,7 @@ class Executor {
   bool kv_f32_;
   size_t kv_size_;  // bytes of a cached number
   std::vector<PackedWeight> weights_;
-  std::vector<Memory> memories_;
+  Arena packed_, workspace_;
   std::vector<const float*> vectors_;
   std::vector<KVLayer> kv_;
   std::vector<Slot> slots_;
@@ -113,7 +114,6 @@ class Executor {
   int num_segment_units_ = 0, partial_stride_ = 0, states_stride_ = 0;
   float* partials_ = nullptr;
   SegmentState* states_ = nullptr;
-  size_t weight_bytes_ = 0, workspace_bytes_ = 0;
 };
 
 constexpr int MAX_PARTIALS = 256;  // segments of single rows that a step may split over threads

@@ -1,35 +1,48 @@
 // The block formats are ggml's (ggml-common.h, ggml-quants.c); tests compare every type with the gguf package.
 #include "pack.h"
 
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
 #include <cstring>
+#include <type_traits>
 #define TM_ISA plain  // only for the f16 conversions
 #include "simd.h"
 
 namespace mill {
 namespace {
 
-using isa_plain::f16_to_f32_bits;
-using isa_plain::f32_to_f16_bits;
-
-struct Group {  // 32 features of one row
+// 32 features of one row. U4: 16 bytes, low nibbles features 0-15, high ones 16-31. Scales as the layout keeps them.
+template <class Scale>
+struct Group {
   uint8_t code[GROUP];
-  float scale[2], min[2];
+  Scale scale[2], min[2];
 };
+using HalfGroup = Group<uint16_t>;  // f16, as in the file
+using FloatGroup = Group<float>;
 
-float half_at(const uint8_t* p) {
+uint16_t half(const uint8_t* p) {
   uint16_t h;
   std::memcpy(&h, p, 2);
-  return f16_to_f32_bits(h);
+  return h;
 }
+
+float number(const uint8_t* p) { return isa_plain::f16_to_f32_bits(half(p)); }
 
 void nibbles(const uint8_t* qs, uint8_t* code) {
   for (int i = 0; i < 16; i++) code[i] = qs[i] & 15, code[16 + i] = qs[i] >> 4;
 }
 
+// Bit i of qh is bit 4 of code i, eight at a time: a byte is copied into all eight, each keeps its own bit.
 void fifth_bits(const uint8_t* qh, uint8_t* code) {
-  uint32_t bits;
-  std::memcpy(&bits, qh, 4);
-  for (int i = 0; i < 32; i++) code[i] |= uint8_t((bits >> i & 1) << 4);
+  for (int i = 0; i < 4; i++) {
+    uint64_t bits = qh[i] * 0x0101010101010101u & 0x8040201008040201u, eight;
+    bits = (bits + 0x7f7f7f7f7f7f7f7fu) >> 7 & 0x0101010101010101u;
+    std::memcpy(&eight, code + 8 * i, 8);
+    eight |= bits << 4;
+    std::memcpy(code + 8 * i, &eight, 8);
+  }
 }
 
 // 6-bit scale and min j of a K-quant's 12 packed bytes
@@ -42,120 +55,223 @@ void scale_min(const uint8_t* q, int j, int* scale, int* min) {
   }
 }
 
-void q4_0(const uint8_t* row, int g, Group& o) {
-  const uint8_t* b = row + g * 18;
-  o.scale[0] = half_at(b);
-  nibbles(b + 2, o.code);
-}
-void q4_1(const uint8_t* row, int g, Group& o) {
-  const uint8_t* b = row + g * 20;
-  o.scale[0] = half_at(b), o.min[0] = half_at(b + 2);
-  nibbles(b + 4, o.code);
-}
-void q5_0(const uint8_t* row, int g, Group& o) {
-  const uint8_t* b = row + g * 22;
-  o.scale[0] = half_at(b);
-  nibbles(b + 6, o.code);
-  fifth_bits(b + 2, o.code);
-}
-void q5_1(const uint8_t* row, int g, Group& o) {
-  const uint8_t* b = row + g * 24;
-  o.scale[0] = half_at(b), o.min[0] = half_at(b + 2);
-  nibbles(b + 8, o.code);
-  fifth_bits(b + 4, o.code);
-}
-void q8_0(const uint8_t* row, int g, Group& o) {
-  const uint8_t* b = row + g * 34;
-  o.scale[0] = half_at(b);
-  for (int i = 0; i < 32; i++) o.code[i] = b[2 + i] ^ 0x80;
-}
-void q4_k(const uint8_t* row, int g, Group& o) {
-  const uint8_t* b = row + g / 8 * 144;
-  int j = g % 8, sc, mn;
-  scale_min(b + 4, j, &sc, &mn);
-  o.scale[0] = half_at(b) * float(sc), o.min[0] = -(half_at(b + 2) * float(mn));
-  const uint8_t* qs = b + 16 + j / 2 * 32;
-  for (int i = 0; i < 32; i++) o.code[i] = j % 2 ? qs[i] >> 4 : qs[i] & 15;
-}
-void q5_k(const uint8_t* row, int g, Group& o) {
-  const uint8_t* b = row + g / 8 * 176;
-  int j = g % 8, sc, mn;
-  scale_min(b + 4, j, &sc, &mn);
-  o.scale[0] = half_at(b) * float(sc), o.min[0] = -(half_at(b + 2) * float(mn));
-  const uint8_t *qh = b + 16, *qs = b + 48 + j / 2 * 32;
-  for (int i = 0; i < 32; i++) o.code[i] = uint8_t((j % 2 ? qs[i] >> 4 : qs[i] & 15) | (qh[i] >> j & 1) << 4);
-}
-void q6_k(const uint8_t* row, int g, Group& o) {
-  const uint8_t* b = row + g / 8 * 210;
-  int j = g % 8, half = j / 4, quarter = j % 4;  // 128 features share 64 bytes of low and 32 of high bits
-  const uint8_t *ql = b + half * 64 + (quarter & 1) * 32, *qh = b + 128 + half * 32;
-  const int8_t* sc = (const int8_t*)b + 192 + half * 8 + quarter * 2;
-  float d = half_at(b + 208);
-  for (int i = 0; i < 32; i++)
-    o.code[i] = uint8_t((quarter < 2 ? ql[i] & 15 : ql[i] >> 4) | (qh[i] >> (2 * quarter) & 3) << 4);
-  for (int h = 0; h < 2; h++) o.scale[h] = d * float(sc[h]);
-}
-void q2_k(const uint8_t* row, int g, Group& o) {
-  const uint8_t* b = row + g / 8 * 84;
-  int j = g % 8, half = j / 4, shift = j % 4 * 2;
-  const uint8_t *sc = b + half * 8 + j % 4 * 2, *qs = b + 16 + half * 32;
-  float d = half_at(b + 80), dmin = half_at(b + 82);
-  for (int i = 0; i < 32; i++) o.code[i] = qs[i] >> shift & 3;
-  for (int h = 0; h < 2; h++) o.scale[h] = d * float(sc[h] & 15), o.min[h] = -(dmin * float(sc[h] >> 4));
-}
-void q3_k(const uint8_t* row, int g, Group& o) {
-  const uint8_t* b = row + g / 8 * 110;
-  int j = g % 8, half = j / 4, shift = j % 4 * 2;
-  const uint8_t *hmask = b, *qs = b + 32 + half * 32, *sc = b + 96;
-  float d = half_at(b + 108);
-  for (int i = 0; i < 32; i++) o.code[i] = uint8_t((qs[i] >> shift & 3) | (hmask[i] >> j & 1) << 2);
-  for (int h = 0; h < 2; h++) {
-    int k = 2 * j + h;  // 16 scales of 6 bits: low nibbles in bytes 0-7, high pairs in bytes 8-11
-    int low = k < 8 ? sc[k] & 15 : sc[k - 8] >> 4, high = sc[8 + k % 4] >> (2 * (k / 4)) & 3;
-    o.scale[h] = d * float((low | high << 4) - 32);
+// A format: its layout, features and bytes of a block, and group j of a block.
+struct Q4_0 {
+  static constexpr Layout layout{Codes::U4, false, false, 1, 8};
+  static constexpr int block = 32, bytes = 18;
+  static void group(const uint8_t* b, int, HalfGroup& o) {
+    o.scale[0] = half(b);
+    std::memcpy(o.code, b + 2, 16);
+  }
+};
+struct Q4_1 {
+  static constexpr Layout layout{Codes::U4, false, true, 1, 0};
+  static constexpr int block = 32, bytes = 20;
+  static void group(const uint8_t* b, int, HalfGroup& o) {
+    o.scale[0] = half(b), o.min[0] = half(b + 2);
+    std::memcpy(o.code, b + 4, 16);
+  }
+};
+struct Q5_0 {
+  static constexpr Layout layout{Codes::U8, false, false, 1, 16};
+  static constexpr int block = 32, bytes = 22;
+  static void group(const uint8_t* b, int, HalfGroup& o) {
+    o.scale[0] = half(b);
+    nibbles(b + 6, o.code);
+    fifth_bits(b + 2, o.code);
+  }
+};
+struct Q5_1 {
+  static constexpr Layout layout{Codes::U8, false, true, 1, 0};
+  static constexpr int block = 32, bytes = 24;
+  static void group(const uint8_t* b, int, HalfGroup& o) {
+    o.scale[0] = half(b), o.min[0] = half(b + 2);
+    nibbles(b + 8, o.code);
+    fifth_bits(b + 4, o.code);
+  }
+};
+struct Q8_0 {
+  static constexpr Layout layout{Codes::U8, false, false, 1, 128};
+  static constexpr int block = 32, bytes = 34;
+  static void group(const uint8_t* b, int, HalfGroup& o) {
+    o.scale[0] = half(b);
+    for (int i = 0; i < 32; i++) o.code[i] = b[2 + i] ^ 0x80;
+  }
+};
+struct Q4_K {
+  static constexpr Layout layout{Codes::U4, true, true, 1, 0};
+  static constexpr int block = 256, bytes = 144;
+  static void group(const uint8_t* b, int j, FloatGroup& o) {
+    int sc, mn;
+    scale_min(b + 4, j, &sc, &mn);
+    o.scale[0] = number(b) * float(sc), o.min[0] = -(number(b + 2) * float(mn));
+    const uint8_t* qs = b + 16 + j / 2 * 32;  // low nibbles are group j, high ones group j + 1
+    for (int i = 0; i < 16; i++)
+      o.code[i] = uint8_t(j % 2 ? qs[i] >> 4 | (qs[16 + i] & 0xf0) : (qs[i] & 15) | qs[16 + i] << 4);
+  }
+};
+struct Q5_K {
+  static constexpr Layout layout{Codes::U8, true, true, 1, 0};
+  static constexpr int block = 256, bytes = 176;
+  static void group(const uint8_t* b, int j, FloatGroup& o) {
+    int sc, mn;
+    scale_min(b + 4, j, &sc, &mn);
+    o.scale[0] = number(b) * float(sc), o.min[0] = -(number(b + 2) * float(mn));
+    const uint8_t *qh = b + 16, *qs = b + 48 + j / 2 * 32;
+    for (int i = 0; i < 32; i++) o.code[i] = uint8_t((j % 2 ? qs[i] >> 4 : qs[i] & 15) | (qh[i] >> j & 1) << 4);
+  }
+};
+struct Q6_K {
+  static constexpr Layout layout{Codes::U8, true, false, 2, 32};
+  static constexpr int block = 256, bytes = 210;
+  static void group(const uint8_t* b, int j, FloatGroup& o) {
+    int h = j / 4, quarter = j % 4;  // 128 features share 64 bytes of low and 32 of high bits
+    const uint8_t *ql = b + h * 64 + (quarter & 1) * 32, *qh = b + 128 + h * 32;
+    const int8_t* sc = (const int8_t*)b + 192 + h * 8 + quarter * 2;
+    float d = number(b + 208);
+    for (int i = 0; i < 32; i++)
+      o.code[i] = uint8_t((quarter < 2 ? ql[i] & 15 : ql[i] >> 4) | (qh[i] >> (2 * quarter) & 3) << 4);
+    for (int i = 0; i < 2; i++) o.scale[i] = d * float(sc[i]);
+  }
+};
+struct Q2_K {
+  static constexpr Layout layout{Codes::U8, true, true, 2, 0};
+  static constexpr int block = 256, bytes = 84;
+  static void group(const uint8_t* b, int j, FloatGroup& o) {
+    int h = j / 4, shift = j % 4 * 2;
+    const uint8_t *sc = b + h * 8 + j % 4 * 2, *qs = b + 16 + h * 32;
+    float d = number(b + 80), dmin = number(b + 82);
+    for (int i = 0; i < 32; i++) o.code[i] = qs[i] >> shift & 3;
+    for (int i = 0; i < 2; i++) o.scale[i] = d * float(sc[i] & 15), o.min[i] = -(dmin * float(sc[i] >> 4));
+  }
+};
+struct Q3_K {
+  static constexpr Layout layout{Codes::U8, true, false, 2, 4};
+  static constexpr int block = 256, bytes = 110;
+  static void group(const uint8_t* b, int j, FloatGroup& o) {
+    int shift = j % 4 * 2;
+    const uint8_t *hmask = b, *qs = b + 32 + j / 4 * 32, *sc = b + 96;
+    float d = number(b + 108);
+    for (int i = 0; i < 32; i++) o.code[i] = uint8_t((qs[i] >> shift & 3) | (hmask[i] >> j & 1) << 2);
+    for (int i = 0; i < 2; i++) {
+      int k = 2 * j + i;  // 16 scales of 6 bits: low nibbles in bytes 0-7, high pairs in bytes 8-11
+      int low = k < 8 ? sc[k] & 15 : sc[k - 8] >> 4, high = sc[8 + k % 4] >> (2 * (k / 4)) & 3;
+      o.scale[i] = d * float((low | high << 4) - 32);
+    }
+  }
+};
+constexpr uint8_t IQ4[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};  // value + 128
+void iq4_codes(const uint8_t* qs, uint8_t* code) {
+  for (int i = 0; i < 16; i += 8) {
+    uint64_t low = 0, high = 0;  // eight codes each: byte by byte the compiler builds vectors, three times as dear
+    for (int k = 0; k < 8; k++) {
+      low |= uint64_t(IQ4[qs[i + k] & 15]) << (8 * k);
+      high |= uint64_t(IQ4[qs[i + k] >> 4]) << (8 * k);
+    }
+    std::memcpy(code + i, &low, 8);
+    std::memcpy(code + 16 + i, &high, 8);
   }
 }
-const int8_t IQ4[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
-void iq4_nl(const uint8_t* row, int g, Group& o) {
-  const uint8_t* b = row + g * 18;
-  o.scale[0] = half_at(b);
-  nibbles(b + 2, o.code);
-  for (auto& c : o.code) c = uint8_t(IQ4[c]) ^ 0x80;
+struct IQ4_NL {
+  static constexpr Layout layout{Codes::U8, false, false, 1, 128};
+  static constexpr int block = 32, bytes = 18;
+  static void group(const uint8_t* b, int, HalfGroup& o) {
+    o.scale[0] = half(b);
+    iq4_codes(b + 2, o.code);
+  }
+};
+struct IQ4_XS {
+  static constexpr Layout layout{Codes::U8, true, false, 1, 128};
+  static constexpr int block = 256, bytes = 136;
+  static void group(const uint8_t* b, int j, FloatGroup& o) {
+    int ls = (b[4 + j / 2] >> (4 * (j % 2)) & 15) | (half(b + 2) >> (2 * j) & 3) << 4;
+    o.scale[0] = number(b) * float(ls - 32);
+    iq4_codes(b + 8 + 16 * j, o.code);
+  }
+};
+
+// `rows` of a panel, n <= PANEL of them, into `out`. Block by block over all rows, so that what is written stays in the
+// first cache while it fills up; each block is read once.
+using PackPanel = void(const uint8_t* const* rows, int n, int cols, uint8_t* out);
+
+template <class F>
+void pack_quantised(const uint8_t* const* rows, int n, int cols, uint8_t* out) {
+  constexpr Layout l = F::layout;
+  using Scale = std::conditional_t<l.scale_f32, float, uint16_t>;
+  constexpr size_t codes = codes_bytes(l.codes), scales = scale_bytes(l.scale_f32, l.halves);
+  constexpr size_t stride = group_bytes(l.codes, l.scale_f32, l.halves, l.has_min);
+  for (int b = 0; b < cols / F::block; b++, out += stride * (F::block / GROUP))
+    for (int row = 0; row < n; row++) {
+#pragma GCC unroll 8  // every shift and nibble of a block becomes a constant
+      for (int j = 0; j < F::block / GROUP; j++) {
+        Group<Scale> group;
+        F::group(rows[row] + size_t(b) * F::bytes, j, group);
+        uint8_t* at = out + j * stride;
+        for (size_t i = 0; i < codes / (4 * PANEL); i++)
+          std::memcpy(at + 4 * PANEL * i + 4 * row, group.code + 4 * i, 4);
+        for (int h = 0; h < l.halves; h++) {
+          reinterpret_cast<Scale*>(at + codes)[h * PANEL + row] = group.scale[h];
+          if (l.has_min) reinterpret_cast<Scale*>(at + codes + scales)[h * PANEL + row] = group.min[h];
+        }
+      }
+    }
 }
-void iq4_xs(const uint8_t* row, int g, Group& o) {
-  const uint8_t* b = row + g / 8 * 136;
-  int j = g % 8;
-  uint16_t high;
-  std::memcpy(&high, b + 2, 2);
-  int ls = (b[4 + j / 2] >> (4 * (j % 2)) & 15) | (high >> (2 * j) & 3) << 4;
-  o.scale[0] = half_at(b) * float(ls - 32);
-  nibbles(b + 8 + 16 * j, o.code);
-  for (auto& c : o.code) c = uint8_t(IQ4[c]) ^ 0x80;
+
+// Four rows at a time where there are four: as many numbers fill a word or half a vector, and a word is one store.
+template <class T>
+void pack_floats(const uint8_t* const* rows, int n, int cols, uint8_t* out) {
+  constexpr int LINE = 64 / sizeof(T);
+  for (int k0 = 0; k0 < cols; k0 += LINE) {
+    const int width = std::min(LINE, cols - k0);
+    T* to = reinterpret_cast<T*>(out) + size_t(k0) * PANEL;
+    int row = 0;
+    if (width == LINE)
+      for (; row + 4 <= n; row += 4) {
+        T line[4][LINE];
+        for (int i = 0; i < 4; i++) std::memcpy(line[i], rows[row + i] + size_t(k0) * sizeof(T), 64);
+        for (int k = 0; k < LINE; k++)
+          if constexpr (sizeof(T) == 2) {
+            uint64_t word =
+                line[0][k] | uint64_t(line[1][k]) << 16 | uint64_t(line[2][k]) << 32 | uint64_t(line[3][k]) << 48;
+            std::memcpy(to + k * PANEL + row, &word, 8);
+          } else {
+            for (int i = 0; i < 4; i++) to[k * PANEL + row + i] = line[i][k];
+          }
+      }
+    for (; row < n; row++)
+      for (int k = 0; k < width; k++)
+        std::memcpy(to + k * PANEL + row, rows[row] + size_t(k0 + k) * sizeof(T), sizeof(T));
+  }
 }
 
 struct Format {
   const char* name;
   Layout layout;
   int block, bytes;  // features and bytes of a block
-  void (*group)(const uint8_t* row, int g, Group& out);
+  PackPanel* pack;
 };
 
+template <class F>
+constexpr Format quantised(const char* name) {
+  return {name, F::layout, F::block, F::bytes, pack_quantised<F>};
+}
+
 const Format FORMATS[] = {
-    {"F32", {Codes::F32, false, false, 1, 0}, 1, 4, nullptr},
-    {"F16", {Codes::F16, false, false, 1, 0}, 1, 2, nullptr},
-    {"BF16", {Codes::BF16, false, false, 1, 0}, 1, 2, nullptr},
-    {"Q4_0", {Codes::U4, false, false, 1, 8}, 32, 18, q4_0},
-    {"Q4_1", {Codes::U4, false, true, 1, 0}, 32, 20, q4_1},
-    {"Q5_0", {Codes::U8, false, false, 1, 16}, 32, 22, q5_0},
-    {"Q5_1", {Codes::U8, false, true, 1, 0}, 32, 24, q5_1},
-    {"Q8_0", {Codes::U8, false, false, 1, 128}, 32, 34, q8_0},
-    {"Q2_K", {Codes::U8, true, true, 2, 0}, 256, 84, q2_k},
-    {"Q3_K", {Codes::U8, true, false, 2, 4}, 256, 110, q3_k},
-    {"Q4_K", {Codes::U4, true, true, 1, 0}, 256, 144, q4_k},
-    {"Q5_K", {Codes::U8, true, true, 1, 0}, 256, 176, q5_k},
-    {"Q6_K", {Codes::U8, true, false, 2, 32}, 256, 210, q6_k},
-    {"IQ4_NL", {Codes::U8, false, false, 1, 128}, 32, 18, iq4_nl},
-    {"IQ4_XS", {Codes::U8, true, false, 1, 128}, 256, 136, iq4_xs},
+    {"F32", {Codes::F32, false, false, 1, 0}, 1, 4, pack_floats<uint32_t>},
+    {"F16", {Codes::F16, false, false, 1, 0}, 1, 2, pack_floats<uint16_t>},
+    {"BF16", {Codes::BF16, false, false, 1, 0}, 1, 2, pack_floats<uint16_t>},
+    quantised<Q4_0>("Q4_0"),
+    quantised<Q4_1>("Q4_1"),
+    quantised<Q5_0>("Q5_0"),
+    quantised<Q5_1>("Q5_1"),
+    quantised<Q8_0>("Q8_0"),
+    quantised<Q2_K>("Q2_K"),
+    quantised<Q3_K>("Q3_K"),
+    quantised<Q4_K>("Q4_K"),
+    quantised<Q5_K>("Q5_K"),
+    quantised<Q6_K>("Q6_K"),
+    quantised<IQ4_NL>("IQ4_NL"),
+    quantised<IQ4_XS>("IQ4_XS"),
 };
 
 const Format* find(const std::string& name) {
@@ -186,43 +302,19 @@ PackedWeight plan_weight(const Layout& l, int rows, int cols) {
   return w;
 }
 
-void pack_panel(const std::string& format, const PackedWeight& w, const uint8_t* file, int panel, uint8_t* out) {
-  const Format& f = *find(format);
-  const Layout& l = w.layout;
+void pack_panel(const std::string& format, const PackedWeight& w, const WeightSource& from, int panel, uint8_t* out) {
   const size_t stride = row_bytes(format, w.cols);
-  for (int lane = 0; lane < PANEL && panel * PANEL + lane < w.rows; lane++) {
-    const uint8_t* row = file + size_t(panel * PANEL + lane) * stride;
-    if (!l.quantised()) {
-      if (f.bytes == 4)
-        for (int k = 0; k < w.cols; k++) std::memcpy(out + (size_t(k) * PANEL + lane) * 4, row + size_t(k) * 4, 4);
-      else
-        for (int k = 0; k < w.cols; k++) std::memcpy(out + (size_t(k) * PANEL + lane) * 2, row + size_t(k) * 2, 2);
-      continue;
-    }
-    const size_t codes = codes_bytes(l.codes), scales = scale_bytes(l.scale_f32, l.halves);
-    for (int g = 0; g < w.cols / GROUP; g++) {
-      Group group;
-      f.group(row, g, group);
-      uint8_t* at = out + g * group_bytes(l.codes, l.scale_f32, l.halves, l.has_min);
-      uint8_t* p = at + 4 * lane;
-      if (l.codes == Codes::U4) {
-        for (int j = 0; j < 4; j++)
-          for (int b = 0; b < 4; b++) p[64 * j + b] = uint8_t(group.code[4 * j + b] | group.code[16 + 4 * j + b] << 4);
-      } else {
-        for (int j = 0; j < 8; j++) std::memcpy(p + 64 * j, group.code + 4 * j, 4);
-      }
-      auto put = [&](uint8_t* to, int h, float v) {
-        if (l.scale_f32)
-          reinterpret_cast<float*>(to)[h * PANEL + lane] = v;
-        else
-          reinterpret_cast<uint16_t*>(to)[h * PANEL + lane] = f32_to_f16_bits(v);  // came from f16: exact
-      };
-      for (int h = 0; h < l.halves; h++) {
-        put(at + codes, h, group.scale[h]);
-        if (l.has_min) put(at + codes + scales, h, group.min[h]);
-      }
-    }
-  }
+  const int first = panel * PANEL, n = std::min(PANEL, w.rows - first);
+  const uint8_t* rows[PANEL];
+  for (int i = 0; i < n; i++) rows[i] = from.data + size_t(from.order ? from.order[first + i] : first + i) * stride;
+  find(format)->pack(rows, n, w.cols, out);
+}
+
+void release_pages(const WeightSource& from, size_t bytes) {
+  if (!from.mapped) return;  // anything else would lose its contents
+  const uintptr_t page = uintptr_t(sysconf(_SC_PAGESIZE)), start = uintptr_t(from.data) / page * page;
+  const size_t length = uintptr_t(from.data) + std::min(bytes, from.bytes) - start;
+  madvise(reinterpret_cast<void*>(start), length, MADV_DONTNEED);  // where refused they stay: only memory is lost
 }
 
 }  // namespace mill
