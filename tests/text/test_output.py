@@ -160,9 +160,9 @@ def test_choices_are_apart():
 def test_cached_tokens_are_kept_from_the_first_delta():
     state = state_of(PIECES)
     shown = feed(state, [tokens(0, num_cached_tokens=1, first_scheduled_time=5.0), tokens(1)])
-    assert [delta.num_cached_tokens for delta in shown] == [1, 1]
-    assert state.usage.cached_tokens == 1 and shown[-1].first_scheduled_time == 5.0
-    assert shown[-1].num_prompt_tokens == 2 and shown[-1].num_output_tokens == 2
+    assert [delta.token_ids for delta in shown] == [[0], [1]]
+    assert state.num_cached_tokens == state.usage.cached_tokens == 1 and state.first_scheduled_time == 5.0
+    assert state.usage.prompt_tokens == 2 and state.usage.completion_tokens == 2
 
 
 def test_a_delta_with_nothing_new_shows_nothing():

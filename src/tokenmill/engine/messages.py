@@ -34,7 +34,7 @@ class Drain(msgspec.Struct, tag=True):
     """Finish what is accepted, take nothing new, then exit."""
 
 
-class TokenDelta(msgspec.Struct, tag=True, kw_only=True):
+class TokenDelta(msgspec.Struct, array_like=True, kw_only=True):
     """What one step added to one choice. Deltas of a choice arrive in order; the last has finish_reason set."""
 
     request_id: str

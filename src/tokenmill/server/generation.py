@@ -128,7 +128,8 @@ class Generation:
         prompt.last_token_times[i] = now
 
     def _observe_end(self, prompt: Prompt, changed: ChoiceDelta, now: float) -> None:
-        metrics, i, count = self.serving.metrics, changed.index, changed.num_output_tokens
+        metrics, i = self.serving.metrics, changed.index
+        count = len(prompt.choices[i].token_ids)
         assert changed.finish_reason is not None
         self._unfinished -= 1
         metrics.finished[changed.finish_reason] += 1

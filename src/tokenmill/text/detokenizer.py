@@ -19,11 +19,13 @@ class Detokenizer:
     """after: the token the text follows, None where it stands alone. The space that a SentencePiece tokenizer puts at
     the start of a text is dropped only there and after a special token; after words it is a real space."""
 
-    __slots__ = ("_bytes", "_decode", "_skip", "_strip")
+    __slots__ = ("_bytes", "_decode", "_decoder", "_open", "_skip", "_strip")
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, after: int | None = None):
         self._bytes = tokenizer.token_bytes
-        self._decode = _decoder("replace").decode
+        self._decoder = _decoder("replace")
+        self._decode = self._decoder.decode
+        self._open = False  # inside a character
         self._skip = tokenizer.special_token_ids if skip_special_tokens else frozenset()
         self._strip = tokenizer.strips_leading_space and (after is None or after in tokenizer.special_token_ids)
 
@@ -36,7 +38,14 @@ class Detokenizer:
             self._strip = False
             if data[0] == 0x20:
                 data = data[1:]
-        return self._decode(data)
+        if not self._open:
+            try:  # most tokens are whole characters; suppress() would take longer than all the rest
+                return data.decode()
+            except UnicodeDecodeError:
+                pass
+        text = self._decode(data)
+        self._open = bool(self._decoder.getstate()[0])
+        return text
 
     def push_all(self, token_ids: Iterable[int]) -> str:
         return "".join([self.push(token_id) for token_id in token_ids])
