@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..weights.fetch import Progress
+from ..weights.store import Progress
 
 PATIENCE = 1.0  # seconds before anything is shown
 EVERY = 10.0  # seconds between lines where there is no terminal

