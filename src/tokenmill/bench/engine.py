@@ -1,288 +1,247 @@
 """The engine benchmark: token ids in, token ids out, no server, no text; alone or beside a peer in the same run.
 
-A case is so many streams of so many prompt and output tokens, all sent at once. Its rate is what the case is about:
-decode and prefill count their own phase only, streams counts every token over the whole time. Prompts are random ids,
-fresh in each round, the same for every engine, and no prefix cache helps.
+Every case in every round on every engine, A B B A. Prompts are random ids, fresh in each round, the same for all, and
+no prefix cache helps. The machine's ceilings are measured before and after each case of each round, because machines
+drift; a rate over what those ceilings allow (limits.py) is its share. The result is handed out after each case, so
+that a run that is cut short loses nothing, and run_engine_bench() goes on from such a result.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import random
 import statistics
-import subprocess
 import sys
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
-from ..config import EngineConfig
-from ..core import SamplingParams
-from ..errors import ConfigError, SetupError
-from .machine import describe, measure_bandwidth
+from ..config import KV_CACHE_BYTES, EngineConfig
+from ..errors import ConfigError
+from .cases import Case, Timing, mixed_loss
+from .machine import Ceilings, describe, measure_ceilings, middle
+from .runners import LlamaCppRunner, Runner, RunnerDied, TokenmillRunner
 
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    name: str
-    streams: int
-    prompt_tokens: int
-    output_tokens: int
-    counts: str  # "decode", "prefill" or "total": which tokens and which time make the rate
-
-    def rate(self, timing: Timing) -> float:
-        """Tokens per second of what the case counts."""
-        if self.counts == "prefill":
-            return self.streams * self.prompt_tokens / timing.first
-        if self.counts == "decode":
-            return self.streams * (self.output_tokens - 1) / (timing.finished - timing.first)
-        return self.streams * (self.prompt_tokens + self.output_tokens) / timing.finished
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Seconds from the start until every stream has its first token, and until all are done."""
-
-    first: float
-    finished: float
-
-
-DECODE = Case("decode, 1 stream", 1, 32, 128, "decode")
-PREFILL_512 = Case("prefill, 512 tokens", 1, 512, 1, "prefill")
-PREFILL_2048 = Case("prefill, 2048 tokens", 1, 2048, 1, "prefill")
-
-
-def streams_case(streams: int, prompt_tokens: int, output_tokens: int) -> Case:
-    return Case(f"{streams} streams of {prompt_tokens}+{output_tokens}", streams, prompt_tokens, output_tokens, "total")
-
-
-class Runner(Protocol):
-    """An engine that takes prompts together and writes exactly max_tokens for each, greedily."""
-
-    name: str
-
-    def generate(self, prompts: list[list[int]], max_tokens: int) -> Timing: ...
-
-    def close(self) -> None: ...
-
-
-class TokenmillRunner:
-    """Our engine in this process, driven step by step."""
-
-    name = "tokenmill"
-
-    def __init__(self, config: EngineConfig, progress: Callable | None = None):
-        from ..engine.load import load_engine
-
-        self.loaded = load_engine(replace(config, enable_prefix_caching=False), progress=progress)
-        self.vocab_size = self.loaded.model.vocab_size
-        self._serial = 0
-
-    def generate(self, prompts: list[list[int]], max_tokens: int) -> Timing:
-        from ..engine.messages import AddRequest
-
-        engine = self.loaded.engine
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        waiting: dict[str, int] = {}
-        first = 0.0
-        requests = []
-        for prompt in prompts:
-            self._serial += 1
-            requests.append(AddRequest(request_id=f"bench-{self._serial}", prompt_token_ids=prompt, params=params))
-        started = time.perf_counter()
-        for request in requests:
-            engine.add(request)
-            waiting[request.request_id] = 0
-        without_first = set(waiting)
-        while waiting:
-            for delta in engine.step():
-                if delta.error is not None:
-                    raise SetupError(f"the benchmark's request failed: {delta.error}")
-                waiting[delta.request_id] += len(delta.token_ids)
-                if without_first and delta.token_ids:
-                    without_first.discard(delta.request_id)
-                    if not without_first:
-                        first = time.perf_counter() - started
-                if delta.finish_reason is not None and waiting.pop(delta.request_id) != max_tokens:
-                    raise SetupError("the engine stopped before the asked number of tokens")
-        return Timing(first, time.perf_counter() - started)
-
-    def close(self) -> None:
-        close = getattr(self.loaded.engine, "close", None)
-        if close is not None:
-            close()
-
-
-class LlamaCppRunner:
-    """llama.cpp in another process, through bench/peer_llama.py in an interpreter that has llama-cpp-python."""
-
-    name = "llama-cpp"
-
-    def __init__(self, model: Path, *, threads: int, max_tokens: int, max_seqs: int, python: str = sys.executable):
-        max_seqs = max(2, max_seqs)  # the probe and the warm-up send two
-        settings = {"model": str(model), "threads": threads, "max_tokens": max_tokens, "max_seqs": max_seqs}
-        # Some builds of llama.cpp die in their repacked (AMX) kernels; without repacking they are slower but alive.
-        for repack in (True, False):
-            self.settings = {**settings, "flash_attention": True, "repack": repack}
-            try:
-                self._start(python)
-                self._ask({"prompts": [[1, 2, 3, 4], [5, 6, 7]], "max_tokens": 2})
-                return
-            except _PeerDied:
-                self.close()
-        raise SetupError(f"llama.cpp dies on {model} in {python}")
-
-    def _start(self, python: str) -> None:
-        script = Path(__file__).with_name("peer_llama.py")
-        try:
-            self.process = subprocess.Popen(
-                [python, str(script)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-            )
-        except OSError as error:
-            raise ConfigError(f"peer interpreter {python} cannot be run: {error.strerror}") from None
-        answer = self._ask(self.settings)
-        self.vocab_size, self.version = answer["vocab_size"], answer["version"]
-
-    def _ask(self, question: dict) -> dict:
-        assert self.process.stdin and self.process.stdout
-        try:
-            self.process.stdin.write(json.dumps(question) + "\n")
-            self.process.stdin.flush()
-            line = self.process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        if not line:
-            raise _PeerDied
-        answer = json.loads(line)
-        if "error" in answer:
-            self.close()
-            raise SetupError(f"llama.cpp: {answer['error']}")
-        return answer
-
-    def generate(self, prompts: list[list[int]], max_tokens: int) -> Timing:
-        answer = self._ask({"prompts": prompts, "max_tokens": max_tokens})
-        return Timing(answer["first"], answer["finished"])
-
-    def close(self) -> None:
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
-        try:
-            self.process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-
-
-class _PeerDied(Exception):
-    pass
-
-
-def longest_sequence(cases: list[Case]) -> int:
-    return max(case.prompt_tokens + case.output_tokens for case in cases)
+Limit = Callable[[Case, Ceilings], float | None]
+Save = Callable[[dict], None]
+MAX_DEATHS = 2  # of a peer in one case, before it is left out of that case
 
 
 def run_cases(
-    runners: list[Runner],
-    cases: list[Case],
+    runners: Sequence[Runner],
+    cases: Sequence[Case],
     *,
     vocab_size: int,
+    ceilings: Callable[[], Ceilings],
+    limit: Limit,
     repeat: int = 3,
     seed: int = 1,
+    earlier: dict | None = None,
     progress: Callable[[str], None] = lambda text: None,
+    save: Save = lambda result: None,
 ) -> dict:
-    """Every case in every round on every runner, A B B A. The first runner's rate over each other's is the ratio.
+    """{"rounds": each run, "ceilings": each case and round, "medians": one row a case, "complete": whether all ran}.
 
-    {"rounds": [...], "medians": one row a case with each runner's tokens/s and the ratios of the medians}.
+    A row of medians: tokens/s of each runner, the first's over each other's, the limit, the first's share of it, and
+    for mixed cases each one's loss. `earlier` is the result of a run that was cut short: its whole rounds are kept.
     """
-    rounds: list[dict] = []
+    rounds, measured = _whole_rounds(earlier, [runner.name for runner in runners])
+    done = {(row["case"], row["round"]) for row in measured}
+    deaths: Counter[tuple[str, str]] = Counter()
+
+    def result(complete: bool) -> dict:
+        medians = [_median_row(case, runners, rounds, measured, limit) for case in cases]
+        return {"complete": complete, "medians": medians, "ceilings": measured, "rounds": rounds}
+
     for runner in runners:  # pages touched, threads woken, caches warm
         progress(f"warming up {runner.name}")
         runner.generate([[7] * 16, [9] * 16], 8)
+    before: Ceilings | None = None
     for number in range(repeat):
-        for case in cases:
+        for index, case in enumerate(cases):
+            if (case.name, number) in done:
+                continue
+            before = before or ceilings()
             words = random.Random(f"{seed} {number} {case.name}")
-            prompts = [[words.randrange(vocab_size) for _ in range(case.prompt_tokens)] for _ in range(case.streams)]
+            *prompts, late = (
+                [words.randrange(vocab_size) for _ in range(length)]
+                for length in (*[case.prompt_tokens] * case.streams, case.late_tokens)
+            )
             for runner in runners if number % 2 == 0 else runners[::-1]:
-                progress(f"{case.name}, round {number + 1} of {repeat}: {runner.name}")
-                timing = runner.generate(prompts, case.output_tokens)
-                rounds.append(
-                    {
-                        "case": case.name,
-                        "runner": runner.name,
-                        "round": number,
-                        "tokens_per_s": round(case.rate(timing), 2),
-                        "first_s": round(timing.first, 5),
-                        "finished_s": round(timing.finished, 5),
-                    }
+                if deaths[case.name, runner.name] >= MAX_DEATHS:
+                    continue
+                progress(
+                    f"round {number + 1} of {repeat}, case {index + 1} of {len(cases)}: {case.name}, {runner.name}"
                 )
-    summary = []
-    for case in cases:
-        row: dict = {"case": case.name}
-        for runner in runners:
-            rates = [r["tokens_per_s"] for r in rounds if (r["case"], r["runner"]) == (case.name, runner.name)]
-            row[runner.name] = statistics.median(rates)
-        for runner in runners[1:]:
-            row[f"ratio to {runner.name}"] = round(row[runners[0].name] / row[runner.name], 3)
-        summary.append(row)
-    return {"rounds": rounds, "medians": summary}
+                row = {"case": case.name, "runner": runner.name, "round": number}
+                try:
+                    row |= _run(runner, case, prompts, late)
+                except RunnerDied as error:
+                    deaths[case.name, runner.name] += 1
+                    row["error"] = str(error)
+                    progress(str(error))
+                rounds.append(row)
+            after = ceilings()
+            measured.append({"case": case.name, "round": number, **middle([before, after]).rounded()})
+            before = after
+            save(result(False))
+    return result(True)
+
+
+def _run(runner: Runner, case: Case, prompts: list[list[int]], late: list[int]) -> dict[str, Any]:
+    timing = runner.generate(prompts, case.output_tokens, late or None)
+    row = {
+        "tokens_per_s": round(case.rate(timing), 2),
+        "first_s": round(timing.first, 5),
+        "finished_s": round(timing.finished, 5),
+    }
+    if late:
+        row["loss"] = round(mixed_loss(timing, *_apart(runner, case, prompts, late)), 4)
+    return row
+
+
+def _apart(runner: Runner, case: Case, prompts: list[list[int]], late: list[int]) -> tuple[Timing, Timing]:
+    """The parts of a mixed case one after the other: the late prompt alone, the streams alone."""
+    return runner.generate([late], 1), runner.generate(prompts, case.output_tokens)
+
+
+def _whole_rounds(earlier: dict | None, names: list[str]) -> tuple[list[dict], list[dict]]:
+    """Of a result that was cut short, the (case, round)s in which every runner was measured."""
+    if not earlier:
+        return [], []
+    ran = Counter((row["case"], row["round"]) for row in earlier["rounds"] if row["runner"] in names)
+    whole = {key for key, count in ran.items() if count == len(names)}
+    ceilings = [row for row in earlier["ceilings"] if (row["case"], row["round"]) in whole]
+    whole &= {(row["case"], row["round"]) for row in ceilings}
+    return [row for row in earlier["rounds"] if (row["case"], row["round"]) in whole], ceilings
+
+
+def _median_row(
+    case: Case, runners: Sequence[Runner], rounds: list[dict], measured: list[dict], limit: Limit
+) -> dict[str, Any]:
+    def of(name: str, key: str) -> dict[int, float]:
+        return {
+            row["round"]: row[key]
+            for row in rounds
+            if row["case"] == case.name and row["runner"] == name and row.get(key) is not None
+        }
+
+    limits = {
+        row["round"]: limit(case, Ceilings(*(row[key] for key in ("read_bytes", "float_ops", "int8_ops"))))
+        for row in measured
+        if row["case"] == case.name
+    }
+    ours = of(runners[0].name, "tokens_per_s")
+    shares = [ours[number] / most for number, most in limits.items() if most and number in ours]
+    row: dict[str, Any] = {"case": case.name, "panel": case.panel, "limit": _median(filter(None, limits.values()), 1)}
+    for runner in runners:
+        row[runner.name] = _median(of(runner.name, "tokens_per_s").values(), 2)
+    for runner in runners[1:]:
+        mine, other = row[runners[0].name], row[runner.name]
+        row[f"ratio to {runner.name}"] = round(mine / other, 3) if mine and other else None
+    row["share"] = _median(shares, 4)
+    for runner in runners if case.counts == "mixed" else ():
+        row[f"loss {runner.name}"] = _median(of(runner.name, "loss").values(), 4)
+    return row
+
+
+def _median(values, digits: int) -> float | None:
+    values = list(values)
+    return round(statistics.median(values), digits) if values else None
 
 
 def run_engine_bench(
     config: EngineConfig,
-    cases: list[Case],
+    cases: Sequence[Case],
     *,
-    against: list[str],
+    against: Sequence[str] = (),
+    peer_models: Sequence[Path] = (),
     peer_python: str = sys.executable,
     repeat: int = 3,
     seed: int = 1,
+    earlier: dict | None = None,
     progress: Callable[[str], None] = lambda text: None,
+    save: Save = lambda result: None,
 ) -> dict:
-    """Load ours, start the peers on the same file with the same threads, run the cases. Raises SetupError."""
+    """Load ours, start the peers with the same threads on the same file (or on each of `peer_models`), run the cases.
+
+    Cases longer than the model's context are left out and listed under "skipped". Raises SetupError, ConfigError.
+    """
     for name in against:
-        if name != LlamaCppRunner.name:
-            raise ConfigError(f"--against {name!r}: the engine benchmark knows {LlamaCppRunner.name}")
-    longest = longest_sequence(cases)
-    config = replace(config, max_num_seqs=max(config.max_num_seqs, *(case.streams for case in cases)))
+        if name != "llama-cpp":
+            raise ConfigError(f"--against {name!r}: the engine benchmark knows llama-cpp")
+    if peer_models and not against:
+        raise ConfigError("--peer-model needs --against llama-cpp")
+    config = replace(config, max_num_seqs=max(config.max_num_seqs, *(case.sequences for case in cases)))
     progress("loading tokenmill")
     ours = TokenmillRunner(config)
     runners: list[Runner] = [ours]
-    peers: dict[str, dict] = {}
     try:
-        if longest > ours.loaded.resolved.max_model_len:
-            raise ConfigError(f"a case needs {longest} tokens; the context is {ours.loaded.resolved.max_model_len}")
-        for name in against:
-            if ours.loaded.checkpoint.kind != "gguf":
-                raise ConfigError("llama-cpp reads GGUF files only; give a GGUF model")
+        resolved, checkpoint = ours.loaded.resolved, ours.loaded.checkpoint
+        fitting = [case for case in cases if case.longest <= resolved.max_model_len]
+        skipped = [case for case in cases if case not in fitting]
+        if not fitting:
+            longest = min(case.longest for case in cases)
+            raise ConfigError(f"a case needs {longest} tokens; the context is {resolved.max_model_len}")
+        for case in skipped:
+            progress(f"left out: {case.name} needs {case.longest} tokens, the context is {resolved.max_model_len}")
+        peers: dict[str, dict] = {}
+        if against and checkpoint.kind != "gguf" and not peer_models:
+            raise ConfigError("llama-cpp reads GGUF files only; give a GGUF model, or --peer-model")
+        for path in (peer_models or [checkpoint.path]) if against else []:
+            name = _peer_name(path, checkpoint.path, peers)
             progress(f"starting {name}")
-            peer = LlamaCppRunner(
-                ours.loaded.checkpoint.path,
-                threads=ours.loaded.resolved.num_threads,
-                max_tokens=longest,
-                max_seqs=max(case.streams for case in cases),
-                python=peer_python,
-            )
+            peer = LlamaCppRunner(path, threads=resolved.num_threads, python=peer_python, name=name)
             runners.append(peer)
-            peers[name] = {"version": peer.version, **peer.settings}
+            peers[name] = {"version": peer.version, "format": main_format(path), **peer.settings}
         head = {
             "machine": describe(),
-            "model": ours.loaded.checkpoint.name,
-            "model_digest": ours.loaded.checkpoint.digest,
+            "model": checkpoint.name,
+            "model_digest": checkpoint.digest,
+            "format": _commonest(ours.loaded.model.program.weights),
             "decisions": [list(decision) for decision in ours.loaded.decisions],
             "peers": peers,
-            "bandwidth_bytes_per_s": round(measure_bandwidth(ours.loaded.resolved.num_threads)),
+            "skipped": [case.name for case in skipped],
         }
-        vocab_size = min([ours.vocab_size] + [r.vocab_size for r in runners[1:] if isinstance(r, LlamaCppRunner)])
-        results = run_cases(runners, cases, vocab_size=vocab_size, repeat=repeat, seed=seed, progress=progress)
+        if earlier and (earlier.get("model_digest"), set(earlier.get("peers", ()))) != (checkpoint.digest, set(peers)):
+            raise ConfigError(f"the run to go on with was of {earlier.get('model')} beside {list(earlier['peers'])}")
+        number_bytes = KV_CACHE_BYTES[config.kv_cache_dtype]
+        results = run_cases(
+            runners,
+            fitting,
+            vocab_size=min([ours.vocab_size, *(r.vocab_size for r in runners if isinstance(r, LlamaCppRunner))]),
+            ceilings=lambda: measure_ceilings(resolved.num_threads, config.isa),
+            limit=lambda case, ceilings: case.limit(ours.loaded.model.program, ceilings, number_bytes),
+            repeat=repeat,
+            seed=seed,
+            earlier=earlier,
+            progress=progress,
+            save=lambda partial: save({**head, **partial}),
+        )
         return {**head, **results}
     finally:
         for runner in runners:
             runner.close()
+
+
+def _peer_name(path: Path, ours: Path, taken: dict) -> str:
+    """llama-cpp on our own file, else with the other file's format."""
+    name = "llama-cpp" if Path(path).resolve() == Path(ours).resolve() else f"llama-cpp {main_format(path)}"
+    if name in taken:
+        raise ConfigError(f"two peers would be called {name!r}; give files of different formats")
+    return name
+
+
+def main_format(path: Path) -> str:
+    """The format that holds most bytes of a GGUF file."""
+    from ..weights.gguf import open_gguf
+
+    return _commonest(open_gguf(Path(path))[1].values())
+
+
+def _commonest(tensors) -> str:
+    sizes: Counter[str] = Counter()
+    for tensor in tensors:
+        sizes[tensor.format] += tensor.nbytes
+    return sizes.most_common(1)[0][0]

@@ -1,45 +1,75 @@
-"""What this computer can do: memory bandwidth and matrix arithmetic, measured quickly, so that figures have a ceiling.
+"""What this computer is and can do at most: memory reads and arithmetic, measured natively in about a second.
 
-Both are measured through numpy and so are lower bounds of the hardware's own; good to some ten per cent.
+The loops are csrc/ceilings.inl.h, in the instruction set that the kernels would use. It knows no model; what a model
+could do at these ceilings is limits.py.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import statistics
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from ..config import Machine
+from ..config import MIB, Machine
+
+SECONDS = 0.1  # spent on each of the three
 
 
-def measure_bandwidth(threads: int | None = None, *, mebibytes: int = 256, repeat: int = 3) -> float:
-    """Bytes a second that `threads` cores read together from a buffer well past the caches; best of `repeat`."""
-    import numpy as np
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """Of all threads together, a second: bytes read from memory, float32 operations, 8-bit integer operations.
+
+    A multiplication and an addition are two operations. `recipe` is the instruction the integer kernels live on.
+    """
+
+    read_bytes: float
+    float_ops: float
+    int8_ops: float
+    isa: str = ""
+    recipe: str = ""
+
+    def rounded(self) -> dict[str, Any]:
+        """For a result file."""
+        return {key: round(value) if isinstance(value, float) else value for key, value in asdict(self).items()}
+
+    def __str__(self) -> str:
+        recipe = f" ({self.recipe})" if self.recipe else ""
+        return (
+            f"{self.read_bytes / 1e9:.1f} GB/s read, {self.float_ops / 1e9:,.0f} Gop/s float32, "
+            f"{self.int8_ops / 1e9:,.0f} Gop/s int8{recipe}"
+        )
+
+
+def measure_ceilings(threads: int | None = None, isa: str | None = None, *, seconds: float = SECONDS) -> Ceilings:
+    """The best that `threads` reach in passes of some milliseconds, for `seconds` each. Raises ValueError for an isa
+    this machine has not."""
+    from ..backends.cpu import _native
 
     threads = threads or Machine.detect().cores
-    parts = [np.ones((mebibytes << 20) // threads, dtype=np.uint8) for _ in range(threads)]
-    best = 0.0
-    with ThreadPoolExecutor(threads) as pool:
-        for _ in range(repeat):
-            started = time.perf_counter()
-            list(pool.map(np.maximum.reduce, parts))
-            best = max(best, sum(part.nbytes for part in parts) / (time.perf_counter() - started))
-    return best
+    read, float_ops, int8_ops, name, recipe = _native.measure_ceilings(isa or "", threads, _buffer_bytes(), seconds)
+    return Ceilings(read, float_ops, int8_ops, name, recipe)
 
 
-def measure_flops(*, size: int = 768, repeat: int = 5) -> float:
-    """float32 operations a second of numpy's matrix product; best of `repeat`."""
-    import numpy as np
+def middle(several: Iterable[Ceilings]) -> Ceilings:
+    """Means of measurements before and after something, on a machine that drifts."""
+    several = list(several)
+    read, float_ops, int8_ops = (
+        statistics.fmean(getattr(c, name) for c in several) for name in ("read_bytes", "float_ops", "int8_ops")
+    )
+    return Ceilings(read, float_ops, int8_ops, several[0].isa, several[0].recipe)
 
-    a = np.ones((size, size), dtype=np.float32)
-    a @ a
-    best = 0.0
-    for _ in range(repeat):
-        started = time.perf_counter()
-        a @ a
-        best = max(best, 2 * size**3 / (time.perf_counter() - started))
-    return best
+
+def _buffer_bytes() -> int:
+    """Four times the last cache, between 256 MiB and 1 GiB, and never more than a quarter of what is free."""
+    try:
+        cache = max(os.sysconf("SC_LEVEL3_CACHE_SIZE"), 0)
+    except (ValueError, OSError):  # a system that does not say
+        cache = 0
+    return min(max(4 * cache, 256 * MIB), 1024 * MIB, max(Machine.detect().memory_bytes // 4, MIB))
 
 
 def describe() -> dict:

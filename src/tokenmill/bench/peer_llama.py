@@ -11,11 +11,14 @@ import json
 import sys
 import time
 
+BATCH = 2048  # tokens of one call
+CHUNK = 512  # ... and of one pass over the weights
+
 
 class Peer:
-    """One model and two contexts: "single" for one sequence, "batch" for many, each as llama.cpp likes it best."""
+    """One model, and a context as large as the question needs: for one sequence or many, as llama.cpp likes best."""
 
-    def __init__(self, model: str, threads: int, max_tokens: int, max_seqs: int, flash_attention: bool, repack: bool):
+    def __init__(self, model: str, threads: int, flash_attention: bool, repack: bool):
         import llama_cpp
 
         self.lib = llama_cpp
@@ -27,33 +30,32 @@ class Peer:
         self.model = llama_cpp.llama_model_load_from_file(model.encode(), params)
         if not self.model:
             raise RuntimeError("llama.cpp could not load the model")
-        self.threads, self.max_tokens, self.max_seqs, self.flash_attention = (
-            threads,
-            max_tokens,
-            max_seqs,
-            flash_attention,
-        )
-        self.contexts: dict[int, ctypes.c_void_p] = {}
-        self.batch = llama_cpp.llama_batch_init(max(2048, max_seqs), 0, 1)
+        self.threads, self.flash_attention = threads, flash_attention
+        self.made: tuple | None = None  # (sequences, tokens of each, context)
+        self.batch = llama_cpp.llama_batch_init(BATCH, 0, 1)
         self.sampler = llama_cpp.llama_sampler_init_greedy()
         self.vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
 
-    def context(self, num_seqs: int):
-        """A context for `num_seqs` sequences of max_tokens each, made on first use, its cache emptied."""
-        seqs = 1 if num_seqs == 1 else self.max_seqs
-        if seqs not in self.contexts:
+    def context(self, seqs: int, tokens: int):
+        """A context for `seqs` sequences of `tokens` each, its cache empty and its memory touched."""
+        if self.made is None or self.made[:2] != (seqs, tokens):
+            if self.made:
+                self.lib.llama_free(self.made[2])
+                self.made = None
             params = self.lib.llama_context_default_params()
-            params.n_ctx = self.max_tokens * seqs
+            params.n_ctx = -(-tokens // 256) * 256 * seqs
             params.n_seq_max = seqs
-            params.n_batch, params.n_ubatch = 2048, 512
+            params.n_batch, params.n_ubatch = BATCH, CHUNK
             params.n_threads = params.n_threads_batch = self.threads
             params.flash_attn_type = 1 if self.flash_attention else 0
             params.kv_unified = False
             params.no_perf = True
-            self.contexts[seqs] = self.lib.llama_init_from_model(self.model, params)
-            if not self.contexts[seqs]:
+            context = self.lib.llama_init_from_model(self.model, params)
+            if not context:
                 raise RuntimeError("llama.cpp could not make a context")
-        context = self.contexts[seqs]
+            self.made = (seqs, tokens, context)
+            self.decode(context, [(1, 0, 0, True)])
+        context = self.made[2]
         self.lib.llama_memory_clear(self.lib.llama_get_memory(context), False)
         return context
 
@@ -72,9 +74,14 @@ class Peer:
         sample = self.lib.llama_sampler_sample
         return [sample(self.sampler, context, i) for i, row in enumerate(rows) if row[3]]
 
-    def generate(self, prompts: list[list[int]], max_tokens: int) -> dict:
-        """All prompts together: prefill in full batches, then decode in step. Seconds from the start for each mark."""
-        context = self.context(len(prompts))
+    def generate(self, prompts: list[list[int]], max_tokens: int, late: list[int] | None = None) -> dict:
+        """All prompts together: prefill in full batches, then decode in step. The fields of cases.Timing.
+
+        `late` is a prompt that joins the decoding steps in chunks that fill them up to CHUNK tokens, as llama-server
+        does it.
+        """
+        longest = max(max(map(len, prompts)) + max_tokens, len(late or ()) + 1)
+        context = self.context(len(prompts) + bool(late), longest)
         started = time.perf_counter()
         rows = [
             (token, position, seq, position == len(prompt) - 1)
@@ -82,15 +89,31 @@ class Peer:
             for position, token in enumerate(prompt)
         ]
         newest: list[int] = []
-        for i in range(0, len(rows), 2048):
-            newest += self.decode(context, rows[i : i + 2048])
+        for i in range(0, len(rows), BATCH):
+            newest += self.decode(context, rows[i : i + BATCH])
         first = time.perf_counter() - started
-        outputs = [[token] for token in newest]
+        late_seconds, beside, done = 0.0, 0, 0
         for step in range(max_tokens - 1):
-            newest = self.decode(context, [(t, len(prompts[s]) + step, s, True) for s, t in enumerate(newest)])
-            for output, token in zip(outputs, newest):
-                output.append(token)
-        return {"first": first, "finished": time.perf_counter() - started, "outputs": outputs}
+            rows = [(token, len(prompts[seq]) + step, seq, True) for seq, token in enumerate(newest)]
+            if late and done < len(late):
+                until = min(len(late), done + CHUNK - len(rows))
+                rows += [(late[i], i, len(prompts), i == len(late) - 1) for i in range(done, until)]
+                done, beside = until, beside + len(prompts)
+                newest = self.decode(context, rows)[: len(prompts)]
+                late_seconds = time.perf_counter() - started - first
+            else:
+                newest = self.decode(context, rows)
+        if late and done < len(late):
+            raise RuntimeError("the streams ended before the late prompt was computed")
+        finished = time.perf_counter() - started
+        return {
+            "first": first,
+            "finished": finished,
+            "decoded": len(prompts) * (max_tokens - 1),
+            "decoding": finished - first,
+            "late": late_seconds,
+            "beside": beside,
+        }
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What a benchmark leaves behind: a JSON file, a table and a plot. It knows rows and columns, not what they mean."""
+"""What a benchmark leaves behind: a JSON file, a table and a plot."""
 
 from __future__ import annotations
 
@@ -8,15 +8,21 @@ from pathlib import Path
 from typing import Any
 
 
-def write_json(directory: Path, kind: str, result: dict[str, Any]) -> Path:
-    """result as <directory>/<kind>-<time>.json, never over an older one."""
-    directory.mkdir(parents=True, exist_ok=True)
+def result_path(directory: Path, kind: str) -> Path:
+    """<directory>/<kind>-<time>.json, never an older file's."""
     stem = f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}"
     path, number = directory / f"{stem}.json", 1
     while path.exists():
         path, number = directory / f"{stem}-{number}.json", number + 1
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return path
+
+
+def write_json(path: Path, result: dict[str, Any]) -> None:
+    """Whole or not at all, so that a run that is killed leaves the last state it saved."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(path.name + ".unfinished")
+    unfinished.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    unfinished.replace(path)
 
 
 def format_value(value: Any) -> str:
@@ -46,6 +52,57 @@ def print_table(title: str, rows: list[dict[str, Any]], columns: dict[str, str])
         console = Console(width=max(120, len(title) + 4, sum(len(h) + 8 for h in shown.values())))
     console.print(title, highlight=False, markup=False)
     console.print(table)
+
+
+def percent(share: float | None) -> str | None:
+    return None if share is None else f"{100 * share:.0f}%"
+
+
+def names_of(row: dict[str, Any]) -> list[str]:
+    """The engines of a row of medians: ours, then the peers."""
+    return ["tokenmill", *(key.removeprefix("ratio to ") for key in row if key.startswith("ratio to "))]
+
+
+def print_engine(result: dict[str, Any]) -> None:
+    rows = [
+        {key: percent(value) if key.startswith(("share", "loss")) else value for key, value in row.items()}
+        for row in result["medians"]
+    ]
+    columns = {key: key for row in rows for key in row if key != "panel"}
+    print_table(f"{result['model']} on {machine_line(result)}; tokens/s", rows, columns | {"share": "share of limit"})
+
+
+def machine_line(result: dict[str, Any]) -> str:
+    """The machine with its ceilings: the middle of what was measured during the run."""
+    from .machine import Ceilings, middle
+
+    machine, measured = result["machine"], result["ceilings"]
+    keys = ("read_bytes", "float_ops", "int8_ops", "isa", "recipe")
+    ceilings = [
+        Ceilings(*(row[key] for key in keys)) for row in ([measured] if isinstance(measured, dict) else measured)
+    ]
+    isa = f" ({ceilings[0].isa})" if ceilings[0].isa else ""
+    return f"{machine['cores']} cores of {machine['cpu']}{isa}: {middle(ceilings)}"
+
+
+def engine_panels(result: dict[str, Any]) -> dict[str, dict[str, dict[str, float | None]]]:
+    """For save_plot: a panel for each kind of case, a group of bars for each case: the limit and each engine."""
+    panels: dict[str, dict[str, dict[str, float | None]]] = {}
+    for row in result["medians"]:
+        label = row["case"].removeprefix("decode").removeprefix("prefill").lstrip(", ").replace(" at ", "\nat ")
+        for name in ("limit", *names_of(row)):
+            if row.get(name) is not None:
+                panel = panels.setdefault(f"{row.get('panel', row['case'])}, tokens/s", {})
+                panel.setdefault(name, {})[label] = row[name]
+    return panels
+
+
+def print_kernels(result: dict[str, Any]) -> None:
+    columns = {"op": "op", "what": "", "count": "n", "us": "µs each", "of_step": "of step"}
+    columns |= {"gbs": "GB/s", "gops": "Gop/s", "share": "of ceiling"}
+    for step in result["steps"]:
+        rows = [{**row, "of_step": percent(row["of_step"]), "share": percent(row.get("share"))} for row in step["ops"]]
+        print_table(f"{result['model']}, {step['name']}, on {machine_line(result)}", rows, columns)
 
 
 def save_plot(path: Path, panels: dict[str, dict[str, dict[str, float | None]]]) -> Path | None:

@@ -1,27 +1,31 @@
 """`tokenmill plan`: what a model will need and how fast it can be, worked out from its file's header alone.
 
-Weights stay in the file: bytes, pages and operations come from the recorded Program. Speeds are a roofline: a step
-takes the longer of (its bytes / memory bandwidth) and (its operations / peak): ceilings, not promises.
+Weights stay in the file: bytes, pages and operations come from the recorded Program. Speeds are what bench/limits.py
+allows at the ceilings measured now: limits, not promises. --measure sets the engine's own figures beside them.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import click
 
 from ..backends.select import max_logit_rows
-from ..config import MIB, EngineConfig, Machine, ModelFacts, ResolvedEngine, resolve
+from ..bench.limits import FLOAT_FORMATS, Step, decode_limit, prefill_limit, step_work
+from ..bench.machine import Ceilings, measure_ceilings
+from ..config import KV_CACHE_BYTES, MIB, EngineConfig, Machine, ModelFacts, ResolvedEngine, resolve
 from ..errors import ConfigError
-from ..program import Program, StepShape
+from ..program import Program
 from .options import config_from, options_of
 from .progress import download_progress
 
 PREFILL_TOKENS = 512
-FLOAT_FORMATS = ("F32", "F16", "BF16")
+SHORT = 96  # tokens of context of a short stream, as in the benchmark's
+MEASURED_TOKENS = 64  # output tokens of --measure at the long context
+GIGA = click.FloatRange(0, min_open=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +46,15 @@ class Plan:
     max_model_len: int
     context: int
     max_concurrency: int
-    bandwidth_bytes_per_s: float
-    peak_flops_per_s: float
-    decode_tokens_per_s: float
-    decode_bytes: int
-    decode_flops: int
-    decode_batch_tokens_per_s: float
+    ceilings: Ceilings
+    decode_tokens_per_s: float  # one stream, short
+    decode_bytes: int  # a token
+    decode_context_tokens_per_s: float  # one stream with `context` tokens
+    decode_context_bytes: int
+    decode_batch_tokens_per_s: float  # max_concurrency streams of `context` tokens
+    prefill_tokens: int
     prefill_tokens_per_s: float
-    prefill_bytes: int
-    prefill_flops: int
+    prefill_ops: int
     ops: dict[str, int]
 
 
@@ -78,10 +82,6 @@ def workspace_bytes(program: Program, resolved: ResolvedEngine) -> int:
     return sum(count * rows[kind] * (4 * dim + (dim * 11 // 8 if q else 0)) for (kind, dim, q), count in peak.items())
 
 
-def step_seconds(program: Program, shape: StepShape, bandwidth: float, peak: float) -> float:
-    return max(program.bytes(shape) / bandwidth, program.flops(shape) / peak)
-
-
 def make_plan(
     name: str,
     family: str,
@@ -90,8 +90,7 @@ def make_plan(
     machine: Machine,
     *,
     context: int | None,
-    bandwidth: float,
-    peak: float,
+    ceilings: Ceilings,
 ) -> Plan:
     """Raises ConfigError for a context that is not within the model's."""
     context = context or min(resolved.max_model_len, 2048)
@@ -99,10 +98,9 @@ def make_plan(
         raise ConfigError(f"--context is {context}; the longest here is {resolved.max_model_len}")
     pages_each = -(-context // resolved.page_size)
     concurrency = min(resolved.num_pages // pages_each, resolved.config.max_num_seqs)
-    decode = StepShape(1, 1, context)
-    batch = StepShape(concurrency, concurrency, concurrency * context)
+    number_bytes = KV_CACHE_BYTES[resolved.config.kv_cache_dtype]
     tokens = min(PREFILL_TOKENS, resolved.max_model_len)
-    prefill = StepShape(tokens, 1, tokens * (tokens + 1) // 2)
+    short = Step(1, 1, min(SHORT, context))
     kv_bytes_per_token = resolved.kv_bytes_per_token(program.kv_bytes_per_token)
     kv_bytes = resolved.num_pages * resolved.page_size * kv_bytes_per_token
     workspace = workspace_bytes(program, resolved)
@@ -121,15 +119,15 @@ def make_plan(
         max_model_len=resolved.max_model_len,
         context=context,
         max_concurrency=concurrency,
-        bandwidth_bytes_per_s=bandwidth,
-        peak_flops_per_s=peak,
-        decode_tokens_per_s=1 / step_seconds(program, decode, bandwidth, peak),
-        decode_bytes=program.bytes(decode),
-        decode_flops=program.flops(decode),
-        decode_batch_tokens_per_s=concurrency / step_seconds(program, batch, bandwidth, peak),
-        prefill_tokens_per_s=tokens / step_seconds(program, prefill, bandwidth, peak),
-        prefill_bytes=program.bytes(prefill),
-        prefill_flops=program.flops(prefill),
+        ceilings=ceilings,
+        decode_tokens_per_s=decode_limit(program, ceilings, short.context, 1, number_bytes),
+        decode_bytes=step_work(program, short, number_bytes).bytes,
+        decode_context_tokens_per_s=decode_limit(program, ceilings, context, 1, number_bytes),
+        decode_context_bytes=step_work(program, Step(1, 1, context), number_bytes).bytes,
+        decode_batch_tokens_per_s=decode_limit(program, ceilings, context, concurrency, number_bytes),
+        prefill_tokens=tokens,
+        prefill_tokens_per_s=prefill_limit(program, ceilings, tokens, number_bytes),
+        prefill_ops=step_work(program, Step(1, tokens, tokens), number_bytes).ops,
         ops=dict(Counter(op.name for op in program.ops).most_common()),
     )
 
@@ -139,26 +137,27 @@ def make_plan(
 @click.option(
     "--context", type=int, help="Tokens each sequence holds, for concurrency and decode. [default: 2048 at most]"
 )
-@click.option("--bandwidth", type=click.FloatRange(0, min_open=True), help="GB/s of memory. Default: measured, 0.2 s.")
-@click.option(
-    "--peak", type=click.FloatRange(0, min_open=True), help="GFLOP/s. Default: numpy's float32 product, measured."
-)
+@click.option("--bandwidth", type=GIGA, help="GB/s read from memory, in place of what is measured.")
+@click.option("--float-ops", type=GIGA, help="Gop/s of float32, likewise.")
+@click.option("--int8-ops", type=GIGA, help="Gop/s of 8-bit integers, likewise.")
 @click.option("--ops", "show_ops", is_flag=True, help="Also list the program, op by op.")
 @click.option("--check", is_flag=True, help="Then load it and compare every op with the reference, on a short prompt.")
+@click.option("--measure", is_flag=True, help="Then load it and measure the speeds that were predicted.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @options_of(EngineConfig, skip=("model", "seed"))
 def plan(
     model: str | None,
     context: int | None,
     bandwidth: float | None,
-    peak: float | None,
+    float_ops: float | None,
+    int8_ops: float | None,
     show_ops: bool,
     check: bool,
+    measure: bool,
     as_json: bool,
     **values: Any,
 ) -> None:
     """Weights, KV pages, concurrency and predicted speed of MODEL, before loading it."""
-    from ..bench.machine import measure_bandwidth, measure_flops
     from ..models.registry import build_model
     from ..weights.loader import open_checkpoint
     from ..weights.sources import resolve as find
@@ -179,17 +178,58 @@ def plan(
         resolved,
         machine,
         context=context,
-        bandwidth=bandwidth * 1e9 if bandwidth else measure_bandwidth(resolved.num_threads),
-        peak=peak * 1e9 if peak else measure_flops(),
+        ceilings=_ceilings(resolved, bandwidth, float_ops, int8_ops),
     )
-    if as_json:
-        click.echo(json.dumps({**asdict(made), "decisions": [list(d) for d in decisions]}, indent=1))
-    else:
+    report: dict[str, Any] = {**asdict(made), "decisions": [list(d) for d in decisions]}
+    if not as_json:
         click.echo(format_plan(made, decisions) + (f"\n\n{program}" if show_ops else ""))
+    if measure:
+        report["measured"] = _measure(config, made, quiet=as_json)
+    if as_json:
+        click.echo(json.dumps(report, indent=1))
     if check:
         from .check import check_model
 
         check_model(config, checkpoint, program)
+
+
+def _ceilings(
+    resolved: ResolvedEngine, bandwidth: float | None, float_ops: float | None, int8_ops: float | None
+) -> Ceilings:
+    """What was given, and what was not is measured."""
+    if bandwidth and float_ops and int8_ops:
+        return Ceilings(bandwidth * 1e9, float_ops * 1e9, int8_ops * 1e9)
+    try:
+        found = measure_ceilings(resolved.num_threads, resolved.config.isa)
+    except ValueError as error:
+        raise ConfigError(f"isa is {resolved.config.isa!r}: {error}") from None
+    return replace(
+        found,
+        read_bytes=bandwidth * 1e9 if bandwidth else found.read_bytes,
+        float_ops=float_ops * 1e9 if float_ops else found.float_ops,
+        int8_ops=int8_ops * 1e9 if int8_ops else found.int8_ops,
+    )
+
+
+def _measure(config: EngineConfig, plan: Plan, *, quiet: bool) -> list[dict[str, Any]]:
+    """Each prediction again, from ceilings of the same minute, and what the engine reaches."""
+    from ..bench.cases import DECODE, decode_case, prefill_case
+    from ..bench.engine import run_engine_bench
+    from ..bench.report import percent, print_table
+    from .bench_common import progress_lines
+
+    cases = [DECODE, prefill_case(min(PREFILL_TOKENS, plan.max_model_len - 1))]
+    if plan.context > DECODE.longest + MEASURED_TOKENS:
+        cases.insert(1, decode_case(plan.context - MEASURED_TOKENS, MEASURED_TOKENS))
+    result = run_engine_bench(config, cases, progress=progress_lines(quiet))
+    rows = [
+        {"case": row["case"], "predicted": row["limit"], "measured": row["tokenmill"], "share": row["share"]}
+        for row in result["medians"]
+    ]
+    if not quiet:
+        shown = [{**row, "share": percent(row["share"])} for row in rows]
+        print_table("tokens/s, medians of three rounds", shown, {key: key for key in rows[0]})
+    return rows
 
 
 def format_plan(plan: Plan, decisions: list[tuple[str, str]]) -> str:
@@ -214,20 +254,21 @@ def format_plan(plan: Plan, decisions: list[tuple[str, str]]) -> str:
             "concurrency",
             f"{plan.max_concurrency} sequences of {plan.context:,} tokens (the context is {plan.max_model_len:,})",
         ),
-        (
-            "ceilings",
-            f"{plan.bandwidth_bytes_per_s / 1e9:.1f} GB/s memory, {plan.peak_flops_per_s / 1e9:.0f} GFLOP/s float32",
-        ),
+        ("ceilings", str(plan.ceilings)),
         (
             "decode",
-            f"{plan.decode_tokens_per_s:,.0f} tokens/s at most: one stream at {plan.context:,} tokens reads "
-            f"{mib(plan.decode_bytes)} a token",
+            f"{plan.decode_tokens_per_s:,.0f} tokens/s at most: one stream, {mib(plan.decode_bytes)} read a token",
         ),
-        ("", f"{plan.decode_batch_tokens_per_s:,.0f} tokens/s at most with {plan.max_concurrency} streams"),
+        (
+            "",
+            f"{plan.decode_context_tokens_per_s:,.0f} tokens/s at most with {plan.context:,} tokens of context, "
+            f"{mib(plan.decode_context_bytes)} a token",
+        ),
+        ("", f"{plan.decode_batch_tokens_per_s:,.0f} tokens/s at most with {plan.max_concurrency} such streams"),
         (
             "prefill",
-            f"{plan.prefill_tokens_per_s:,.0f} tokens/s: {plan.prefill_flops / 1e9:.1f} GFLOP for "
-            f"{min(PREFILL_TOKENS, plan.max_model_len)} tokens; integer kernels may pass the float32 ceiling",
+            f"{plan.prefill_tokens_per_s:,.0f} tokens/s at most: {plan.prefill_ops / 1e9:.1f} Gop for "
+            f"{plan.prefill_tokens} tokens",
         ),
         ("", ""),
         *((what, which) for what, which in decisions if what not in ("weights", "KV cache")),

@@ -1,0 +1,124 @@
+"""The README's figures: the newest results of a folder as tables and a plot, between two markers.
+
+It takes complete results only, the newest of each model, and invents nothing: what was not measured is a dash.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+from .report import engine_panels, machine_line, names_of, percent, save_plot
+
+BEGIN = "<!-- figures: made by `tokenmill bench report` from bench/results -->"
+END = "<!-- end of figures -->"
+PLOT = "figures.png"
+
+
+def newest_results(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """The newest complete result of each model (of serving: of all), the first measured model first."""
+    found = []
+    for path in sorted(folder.glob(f"{kind}-*.json")):
+        try:
+            result = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError:
+            raise ConfigError(f"{path} is not JSON") from None
+        if result.get("kind") == kind and result.get("complete", True):
+            found.append(result)
+    found.sort(key=lambda result: result["machine"]["started"])
+    return list({result.get("model", ""): result for result in found}.values())
+
+
+def engine_section(result: dict[str, Any]) -> str:
+    """A caption and a Markdown table."""
+    rows = result["medians"]
+    peers = names_of(rows[0])[1:]
+    rounds = max(row["round"] for row in result["rounds"]) + 1
+    day = result["machine"]["started"][:10]
+    beside = "".join(f"; {_peer(name, result['peers'][name], result.get('format'))}" for name in peers)
+    head = ["tokens/s", "limit", "tokenmill", *(part for name in peers for part in (name, "ratio")), "share of limit"]
+    lines = [
+        f"{result['model']} on {machine_line(result)}. Medians of {rounds} interleaved rounds, {day}{beside}.",
+        "",
+        _line(head),
+        _line(["---"] + ["---:"] * (len(head) - 1)),
+    ]
+    for row in rows:
+        cells = [row["case"], _number(row.get("limit")), _number(row.get("tokenmill"))]
+        for name in peers:
+            ratio = row.get(f"ratio to {name}")
+            cells += [_number(row.get(name)), f"{ratio:.1f}" if ratio else "-"]
+        cells.append(percent(row.get("share")) or "-")
+        losses = [(name, row.get(f"loss {name}")) for name in ("tokenmill", *peers)]
+        if any(loss is not None for _, loss in losses):
+            cells[0] += "; loss: " + ", ".join(f"{name} {percent(loss) or '-'}" for name, loss in losses)
+        lines.append(_line(cells))
+    return "\n".join(lines)
+
+
+def _peer(name: str, peer: dict[str, Any], format: str | None) -> str:
+    how = "" if peer.get("repack", True) else ", without repacking (its repacked kernels die on this machine)"
+    return f"{name} is llama-cpp-python {peer['version']} on {peer.get('format', format) or 'the same file'}{how}"
+
+
+def serving_section(result: dict[str, Any]) -> str:
+    """A row for each workload and target."""
+    head = ["workload", "target", "output tokens/s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "errors"]
+    keys = ("output_tokens_per_s", "ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms", "errors")
+    machine = result["machine"]
+    lines = [
+        f"Served, on {machine['cores']} cores of {machine['cpu']}, {machine['started'][:10]}; times in ms.",
+        "",
+        _line(head),
+        _line(["---", "---"] + ["---:"] * (len(head) - 2)),
+        *(
+            _line([row["workload"], row["target"], *(_number(row.get(key)) for key in keys)])
+            for row in result["medians"]
+        ),
+    ]
+    return "\n".join(lines)
+
+
+def _line(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.1f}"
+
+
+def figures(folder: Path, link: str) -> str:
+    """What stands between the markers: tables, and the plot where there is one. `link`: the folder, from the README."""
+    engines, served = newest_results(folder, "engine"), newest_results(folder, "serving")
+    if not engines:
+        raise ConfigError(f"{folder} has no complete engine-*.json; run tokenmill bench engine first")
+    parts = [engine_section(result) for result in engines] + [serving_section(result) for result in served]
+    if (folder / PLOT).exists():
+        parts.insert(1, f"![tokens a second, beside the machine's limits]({link}/{PLOT})")
+    return "\n\n".join(parts)
+
+
+def with_figures(text: str, new: str) -> str:
+    """`text` with `new` between its markers. Raises ConfigError where they are not there once."""
+    pattern = re.compile(f"{re.escape(BEGIN)}\n.*?{re.escape(END)}", re.S)
+    if len(pattern.findall(text)) != 1:
+        raise ConfigError(f"the file must have the lines {BEGIN} and {END}, once")
+    return pattern.sub(lambda match: f"{BEGIN}\n{new}\n{END}", text)
+
+
+def update_readme(readme: Path, folder: Path) -> tuple[bool, Path | None]:
+    """(whether it changed, the plot)."""
+    engines = newest_results(folder, "engine")
+    plot = save_plot(folder / PLOT, engine_panels(engines[0])) if engines else None
+    try:
+        link = folder.resolve().relative_to(readme.resolve().parent).as_posix()
+    except ValueError:
+        link = folder.resolve().as_posix()
+    text = readme.read_text(encoding="utf-8")
+    new = with_figures(text, figures(folder, link))
+    if new != text:
+        readme.write_text(new, encoding="utf-8")
+    return new != text, plot
