@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import gc
 import os
 import signal
 import socket
@@ -136,6 +137,8 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             config = msgspec.json.decode(options.config, type=EngineConfig)
             loaded = find_factory(options.factory)(config)
+            gc.collect()
+            gc.freeze()  # what was loaded stays; without this, now and then a step would wait for a walk over all of it
             channel.send(loaded.ready)
             channel.send(OutputBatch([], loaded.engine.stats()))
             run_loop(loaded.engine, channel)

@@ -130,6 +130,7 @@ class SamplingBatch:
         self._seat_seeds = np.empty(max_seats, np.uint64)
         self._constants: list[RowConstants | None] = [None] * max_seats
         self._num_dynamic = 0
+        self._filled: tuple[list[int], SamplingInputs] | None = None  # the last step's, if nothing but counters changed
         self._floats = np.empty((len(FLOATS), max_rows), np.float32)
         self._ints = np.empty((2, max_rows), np.int32)
         self._seeds = np.empty(max_rows, np.uint64)
@@ -152,6 +153,7 @@ class SamplingBatch:
         constants = request.sampling
         if constants is None:
             constants = request.sampling = RowConstants(request)
+        self._filled = None
         before = self._constants[seat]
         self._num_dynamic += constants.dynamic - (before is not None and before.dynamic)
         self._constants[seat] = constants
@@ -160,13 +162,18 @@ class SamplingBatch:
         self._seat_ints[1, seat] = constants.num_logprobs
         self._seat_seeds[seat] = request.seed
 
-    def fill(self, seats: np.ndarray, requests: list[Request], counters: list[int], scored: list[tuple[int, int, int]]):
+    def fill(
+        self, seats: list[int], requests: list[Request], counters: list[int], scored: list[tuple[int, int, int]]
+    ) -> SamplingInputs:
         """SamplingInputs for L logit rows.
 
-        seats (L,): the seat of each; requests, counters: the request and its number of output tokens, for each;
+        seats (L): the seat of each; requests, counters: the request and its number of output tokens, for each;
         scored: (row, target token, number of logprobs) of the rows that score a prompt token instead of sampling.
         """
         count = len(seats)
+        if self._filled is not None and self._filled[0] == seats and not scored:
+            self._counters[:count] = counters
+            return self._filled[1]
         floats, ints, seeds = self._floats[:, :count], self._ints[:, :count], self._seeds[:count]
         np.take(self._seat_floats, seats, axis=1, out=floats, mode="clip")
         np.take(self._seat_ints, seats, axis=1, out=ints, mode="clip")
@@ -197,7 +204,7 @@ class SamplingBatch:
             starts[:] = 0
             self._history_prompt_len[:count] = 0
         columns = {name: floats[i] for i, name in enumerate(FLOATS)}
-        return SamplingInputs(
+        inputs = SamplingInputs(
             **columns,
             top_k=ints[0],
             num_logprobs=ints[1],
@@ -213,6 +220,8 @@ class SamplingBatch:
             history_ids=history_ids,
             history_prompt_len=self._history_prompt_len[:count],
         )
+        self._filled = None if self._num_dynamic or scored else (seats, inputs)
+        return inputs
 
     def outputs(self, count: int) -> SamplingOutputs:
         """Where execute() writes. top_ids are -1 where nothing is written."""

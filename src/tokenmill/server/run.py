@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -178,6 +179,8 @@ def warm_up(serving: Any) -> None:
     with contextlib.suppress(Exception):
         _ = serving.tokenizer.max_token_bytes
         import_module(".exposition", __package__)
+    gc.collect()
+    gc.freeze()  # modules and vocabulary stay; the collector need not walk over them beside every few requests
 
 
 def make_http(app: Any, config: ServerConfig) -> Any:
