@@ -1,11 +1,11 @@
-# Two commands: `make serve` and `make test`. Both make what they need in .venv.
+# Two commands: `make serve` and `make test`; and `make bench` for the figures. All make what they need in .venv.
 # Another model or port: make serve MODEL=... ARGS="--port 8001"
 PYTHON ?= python3
 BIN := .venv/bin
 MODEL ?= smollm2-135m-instruct
 ARGS ?=
 
-.PHONY: serve test test-all lint format clean
+.PHONY: serve test test-all bench lint format clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv .venv
@@ -30,6 +30,30 @@ test: .venv/test lint
 
 test-all: .venv/test lint
 	$(BIN)/python -m pytest
+
+# The peer is compiled for this machine. One that another interpreter has: make bench PEER_PYTHON=...
+PEER_PYTHON ?= $(BIN)/python
+BENCH := $(BIN)/tokenmill bench
+BESIDE := --against llama-cpp --peer-python $(PEER_PYTHON)
+PEER_MODELS ?= --peer-model same --peer-model build/bench/smollm2-135m.Q4_0.gguf
+SHAPES := smollm2-135m llama-1.1b
+FORMATS := Q4_0 Q4_K Q8_0 F16
+
+.venv/bench: .venv/runtime
+	@echo "fetching the benchmark's peers and compiling llama.cpp: some minutes, once"
+	$(BIN)/pip install -q --group bench
+	touch $@
+
+build/bench/%.gguf:
+	mkdir -p $(@D)
+	$(BENCH) model $@ --like $(basename $*) --format $(subst .,,$(suffix $*))
+
+bench: .venv/bench $(foreach s,$(SHAPES),$(foreach f,$(FORMATS),build/bench/$(s).$(f).gguf))
+	$(BENCH) engine $(MODEL) --full $(BESIDE) $(PEER_MODELS)
+	for shape in $(SHAPES); do for format in $(FORMATS); do \
+	  $(BENCH) engine build/bench/$$shape.$$format.gguf --only "decode, 1 stream" $(BESIDE) || exit 1; done; done
+	$(BENCH) kernels $(MODEL)
+	$(BENCH) report
 
 lint: .venv/test
 	$(BIN)/ruff check src tests

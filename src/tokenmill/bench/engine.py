@@ -156,7 +156,7 @@ def run_engine_bench(
     cases: Sequence[Case],
     *,
     against: Sequence[str] = (),
-    peer_models: Sequence[Path] = (),
+    peer_models: Sequence[str] = (),
     peer_python: str = sys.executable,
     repeat: int = 3,
     seed: int = 1,
@@ -164,7 +164,7 @@ def run_engine_bench(
     progress: Callable[[str], None] = lambda text: None,
     save: Save = lambda result: None,
 ) -> dict:
-    """Load ours, start the peers with the same threads on the same file (or on each of `peer_models`), run the cases.
+    """Load ours, start a peer with the same threads on each of `peer_models` ("same" is our file), run the cases.
 
     Cases longer than the model's context are left out and listed under "skipped". Raises SetupError, ConfigError.
     """
@@ -187,9 +187,10 @@ def run_engine_bench(
         for case in skipped:
             progress(f"left out: {case.name} needs {case.longest} tokens, the context is {resolved.max_model_len}")
         peers: dict[str, dict] = {}
-        if against and checkpoint.kind != "gguf" and not peer_models:
-            raise ConfigError("llama-cpp reads GGUF files only; give a GGUF model, or --peer-model")
-        for path in (peer_models or [checkpoint.path]) if against else []:
+        for given in (peer_models or ["same"]) if against else []:
+            path = checkpoint.path if given == "same" else Path(given)
+            if given == "same" and checkpoint.kind != "gguf":
+                raise ConfigError("llama-cpp reads GGUF files only; give a GGUF model, or --peer-model FILE")
             name = _peer_name(path, checkpoint.path, peers)
             progress(f"starting {name}")
             peer = LlamaCppRunner(path, threads=resolved.num_threads, python=peer_python, name=name)

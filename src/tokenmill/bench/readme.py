@@ -1,6 +1,7 @@
 """The README's figures: the newest results of a folder as tables and a plot, between two markers.
 
-It takes complete results only, the newest of each model, and invents nothing: what was not measured is a dash.
+It takes complete results only, with the machine's ceilings, the newest of each model, and invents nothing: what was
+not measured is a dash.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from .report import engine_panels, machine_line, names_of, percent, save_plot
 BEGIN = "<!-- figures: made by `tokenmill bench report` from bench/results -->"
 END = "<!-- end of figures -->"
 PLOT = "figures.png"
+WHOLE = 4  # a model with so many cases has a table of its own
 
 
 def newest_results(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -26,42 +28,55 @@ def newest_results(folder: Path, kind: str) -> list[dict[str, Any]]:
             result = json.loads(path.read_text(encoding="utf-8"))
         except ValueError:
             raise ConfigError(f"{path} is not JSON") from None
-        if result.get("kind") == kind and result.get("complete", True):
+        held = kind != "engine" or result.get("ceilings")
+        if result.get("kind") == kind and result.get("complete", True) and held:
             found.append(result)
     found.sort(key=lambda result: result["machine"]["started"])
     return list({result.get("model", ""): result for result in found}.values())
 
 
-def engine_section(result: dict[str, Any]) -> str:
-    """A caption and a Markdown table."""
-    rows = result["medians"]
-    peers = names_of(rows[0])[1:]
-    rounds = max(row["round"] for row in result["rounds"]) + 1
-    day = result["machine"]["started"][:10]
-    beside = "".join(f"; {_peer(name, result['peers'][name], result.get('format'))}" for name in peers)
+def engine_section(results: list[dict[str, Any]]) -> str:
+    """A caption and a Markdown table: one model's cases, or of several the few that each has."""
+    peers = list(dict.fromkeys(name for result in results for name in names_of(result["medians"][0])[1:]))
     head = ["tokens/s", "limit", "tokenmill", *(part for name in peers for part in (name, "ratio")), "share of limit"]
-    lines = [
-        f"{result['model']} on {machine_line(result)}. Medians of {rounds} interleaved rounds, {day}{beside}.",
-        "",
-        _line(head),
-        _line(["---"] + ["---:"] * (len(head) - 1)),
-    ]
-    for row in rows:
-        cells = [row["case"], _number(row.get("limit")), _number(row.get("tokenmill"))]
-        for name in peers:
-            ratio = row.get(f"ratio to {name}")
-            cells += [_number(row.get(name)), f"{ratio:.1f}" if ratio else "-"]
-        cells.append(percent(row.get("share")) or "-")
-        losses = [(name, row.get(f"loss {name}")) for name in ("tokenmill", *peers)]
-        if any(loss is not None for _, loss in losses):
-            cells[0] += "; loss: " + ", ".join(f"{name} {percent(loss) or '-'}" for name, loss in losses)
-        lines.append(_line(cells))
+    lines = [_caption(results, peers), "", _line(head), _line(["---"] + ["---:"] * (len(head) - 1))]
+    for result in results:
+        prefix = f"{result['model']}: " if len(results) > 1 else ""
+        lines += [_row(prefix, row, peers) for row in result["medians"]]
     return "\n".join(lines)
 
 
-def _peer(name: str, peer: dict[str, Any], format: str | None) -> str:
-    how = "" if peer.get("repack", True) else ", without repacking (its repacked kernels die on this machine)"
-    return f"{name} is llama-cpp-python {peer['version']} on {peer.get('format', format) or 'the same file'}{how}"
+def _caption(results: list[dict[str, Any]], peers: list[str]) -> str:
+    rounds = min(max(row["round"] for row in result["rounds"]) + 1 for result in results)
+    day = results[-1]["machine"]["started"][:10]
+    everything = {**results[-1], "ceilings": [row for result in results for row in result["ceilings"]]}
+    what = f"{results[0]['model']} on" if len(results) == 1 else "Other models and formats, on"
+    same = "the same file" if len(results) > 1 else None
+    beside = "".join(f"; {_peer(name, results, same)}" for name in peers)
+    return f"{what} {machine_line(everything)}. Medians of {rounds} interleaved rounds, {day}{beside}."
+
+
+def _peer(name: str, results: list[dict[str, Any]], same: str | None) -> str:
+    peers = [result["peers"][name] for result in results if name in result["peers"]]
+    how = (
+        ""
+        if all(peer.get("repack", True) for peer in peers)
+        else ", without repacking (its repacked kernels die on this machine)"
+    )
+    versions = ", ".join(dict.fromkeys(peer["version"] for peer in peers))
+    return f"{name} is llama-cpp-python {versions} on {same or peers[0]['format']}{how}"
+
+
+def _row(prefix: str, row: dict[str, Any], peers: list[str]) -> str:
+    cells = [prefix + row["case"], _number(row.get("limit")), _number(row.get("tokenmill"))]
+    for name in peers:
+        ratio = row.get(f"ratio to {name}")
+        cells += [_number(row.get(name)), f"{ratio:.1f}" if ratio else "-"]
+    cells.append(percent(row.get("share")) or "-")
+    losses = [(name, row.get(f"loss {name}")) for name in ("tokenmill", *peers)]
+    if any(loss is not None for _, loss in losses):
+        cells[0] += "; loss: " + ", ".join(f"{name} {percent(loss) or '-'}" for name, loss in losses)
+    return _line(cells)
 
 
 def serving_section(result: dict[str, Any]) -> str:
@@ -94,8 +109,11 @@ def figures(folder: Path, link: str) -> str:
     """What stands between the markers: tables, and the plot where there is one. `link`: the folder, from the README."""
     engines, served = newest_results(folder, "engine"), newest_results(folder, "serving")
     if not engines:
-        raise ConfigError(f"{folder} has no complete engine-*.json; run tokenmill bench engine first")
-    parts = [engine_section(result) for result in engines] + [serving_section(result) for result in served]
+        return "No figures yet: `make bench` measures them."
+    whole = [result for result in engines if len(result["medians"]) >= WHOLE]
+    few = [result for result in engines if result not in whole]
+    parts = [engine_section([result]) for result in whole] + ([engine_section(few)] if few else [])
+    parts += [serving_section(result) for result in served]
     if (folder / PLOT).exists():
         parts.insert(1, f"![tokens a second, beside the machine's limits]({link}/{PLOT})")
     return "\n\n".join(parts)
@@ -112,7 +130,8 @@ def with_figures(text: str, new: str) -> str:
 def update_readme(readme: Path, folder: Path) -> tuple[bool, Path | None]:
     """(whether it changed, the plot)."""
     engines = newest_results(folder, "engine")
-    plot = save_plot(folder / PLOT, engine_panels(engines[0])) if engines else None
+    plotted = max(engines, key=lambda result: len(result["medians"]), default=None)
+    plot = save_plot(folder / PLOT, engine_panels(plotted)) if plotted else None
     try:
         link = folder.resolve().relative_to(readme.resolve().parent).as_posix()
     except ValueError:

@@ -28,8 +28,8 @@ def _in_process(function: Callable) -> Callable:
             "--peer-model",
             "peer_models",
             multiple=True,
-            type=click.Path(exists=True, dir_okay=False, path_type=Path),
-            help="GGUF file for the peer instead of ours, for instance in its best format; each one is a column.",
+            metavar="FILE",
+            help="GGUF file for the peer, for instance in its best format; `same` is ours. Each one is a column.",
         ),
         click.option("--against", multiple=True, metavar="PEER", help="Measure beside a peer: llama-cpp."),
         click.option(

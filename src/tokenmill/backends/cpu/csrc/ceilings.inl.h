@@ -56,37 +56,7 @@ static double fma_loop(int64_t rounds, const float* seed) {
 }
 
 // `rounds` of CHAINS integer dot-product steps; DOT_OPS operations (a multiplication and an addition are two) a round.
-#if TM_AMX
-// A tile of 16 tokens by 32 features times one of 32 features by 16 rows, as groups of 32 with scales of their own ask.
-constexpr const char* DOT_RECIPE = "tdpbssd, 16 x 32 x 16";
-constexpr int DOT_TILES = 4;
-constexpr double DOT_OPS = 2.0 * 16 * GROUP * PANEL * DOT_TILES;
-static double dot_loop(int64_t rounds, const float*) {
-  alignas(64) uint8_t config[64] = {1}, operand[1024] = {};  // palette 1; bytes a row at 16, rows at 48
-  for (int tile = 0; tile < DOT_TILES + 4; tile++) {
-    const bool a = tile == 4 || tile == 5, b = tile >= 6;
-    config[16 + 2 * tile] = a ? GROUP : 64, config[48 + tile] = b ? GROUP / 4 : 16;
-  }
-  _tile_loadconfig(config);
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-  _tile_loadd(4, operand, 64);
-  _tile_loadd(5, operand, 64);
-  _tile_loadd(6, operand, 64);
-  _tile_loadd(7, operand, 64);
-  for (; rounds > 0; rounds--) {
-    _tile_dpbssd(0, 4, 6);
-    _tile_dpbssd(1, 4, 7);
-    _tile_dpbssd(2, 5, 6);
-    _tile_dpbssd(3, 5, 7);
-  }
-  _tile_stored(0, operand, 64);
-  _tile_release();
-  return operand[0];
-}
-#elif TM_AVX512
+#if TM_AVX512
 // In assembly, for compilers copy or spill the sums.
 constexpr const char* DOT_RECIPE = "vpdpbusd";
 constexpr double DOT_OPS = 2.0 * 64 * CHAINS;

@@ -1,0 +1,116 @@
+"""The README's figures are what the command makes of bench/results, and say what was measured and nothing else."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tokenmill.bench.readme import BEGIN, END, figures, newest_results, update_readme, with_figures
+from tokenmill.cli.main import main
+from tokenmill.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_readme_says_what_the_command_makes():
+    text = (ROOT / "README.md").read_text()
+    assert with_figures(text, figures(ROOT / "bench" / "results", "bench/results")) == text
+
+
+def engine_result(model="m", started="2026-01-02T03:04:05+0000", **changes):
+    row = {"case": "decode, 1 stream", "panel": "decode", "limit": 200.0, "tokenmill": 166.3, "llama-cpp": 86.25,
+           "ratio to llama-cpp": 1.928, "share": 0.8315}  # fmt: skip
+    mixed = {"case": "mixed", "panel": "mixed", "limit": None, "tokenmill": 1234.5, "llama-cpp": None,
+             "ratio to llama-cpp": None, "share": None, "loss tokenmill": 0.052, "loss llama-cpp": None}  # fmt: skip
+    ceilings = {"read_bytes": 20e9, "float_ops": 300e9, "int8_ops": 1200e9, "isa": "avx512", "recipe": "vpdpbusd"}
+    return {
+        "kind": "engine",
+        "complete": True,
+        "machine": {"cpu": "A CPU", "cores": 2, "started": started},
+        "model": model,
+        "format": "Q4_1",
+        "peers": {"llama-cpp": {"version": "0.3.36", "format": "Q4_1", "repack": False}},
+        "medians": [row, mixed],
+        "ceilings": [{"case": "decode, 1 stream", "round": 0, **ceilings}],
+        "rounds": [{"case": "decode, 1 stream", "runner": "tokenmill", "round": n} for n in range(3)],
+        **changes,
+    }
+
+
+def save(folder, name, result):
+    (folder / name).write_text(json.dumps(result))
+
+
+def test_the_table_and_its_caption(tmp_path):
+    save(tmp_path, "engine-1.json", engine_result())
+    made = figures(tmp_path, "results").splitlines()
+    assert made == [
+        "m on 2 cores of A CPU (avx512): 20.0 GB/s read, 300 Gop/s float32, 1,200 Gop/s int8 (vpdpbusd). Medians of 3 "
+        "interleaved rounds, 2026-01-02; llama-cpp is llama-cpp-python 0.3.36 on Q4_1, without repacking (its repacked "
+        "kernels die on this machine).",
+        "",
+        "| tokens/s | limit | tokenmill | llama-cpp | ratio | share of limit |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+        "| decode, 1 stream | 200 | 166 | 86.2 | 1.9 | 83% |",
+        "| mixed; loss: tokenmill 5%, llama-cpp - | - | 1,234 | - | - | - |",
+    ]
+
+
+def test_the_newest_complete_result_of_each_model_counts(tmp_path):
+    save(tmp_path, "engine-1.json", engine_result("a", "2026-01-03"))
+    save(tmp_path, "engine-2.json", engine_result("a", "2026-01-02"))
+    save(tmp_path, "engine-3.json", engine_result("b", "2026-01-01"))
+    save(tmp_path, "engine-4.json", engine_result("a", "2026-01-09", complete=False))
+    save(tmp_path, "engine-5.json", {**engine_result("c", "2026-01-09"), "ceilings": []})  # nothing to hold it against
+    found = newest_results(tmp_path, "engine")
+    assert [(r["model"], r["machine"]["started"]) for r in found] == [("b", "2026-01-01"), ("a", "2026-01-03")]
+
+
+def test_models_with_a_case_or_two_share_a_table(tmp_path):
+    for number, model in enumerate("abc"):
+        result = engine_result(model, f"2026-01-0{number + 1}")
+        result["medians"] *= 2 if model == "b" else 1  # four cases: a table of its own
+        save(tmp_path, f"engine-{number}.json", result)
+    first, *_, caption, table = figures(tmp_path, "results").split("\n\n")
+    assert first.startswith("b on 2 cores")
+    assert caption.startswith("Other models and formats, on 2 cores") and "0.3.36 on the same file" in caption
+    assert [line.split(" |")[0] for line in table.splitlines()[2:]] == [
+        "| a: decode, 1 stream",
+        "| a: mixed; loss: tokenmill 5%, llama-cpp -",
+        "| c: decode, 1 stream",
+        "| c: mixed; loss: tokenmill 5%, llama-cpp -",
+    ]
+
+
+def test_served_figures_stand_below(tmp_path):
+    save(tmp_path, "engine-1.json", engine_result())
+    served = {"workload": "chat", "target": "ours", "output_tokens_per_s": 250.4, "ttft_p50_ms": 80.0, "errors": 0}
+    save(tmp_path, "serving-1.json", {"kind": "serving", "machine": engine_result()["machine"], "medians": [served]})
+    assert "| chat | ours | 250 | 80 | - | - | - | 0 |" in figures(tmp_path, "results")
+
+
+def test_the_command_writes_between_the_markers_once(tmp_path):
+    results = tmp_path / "results"
+    results.mkdir()
+    save(results, "engine-1.json", engine_result())
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    for says in ("written anew", "already says so"):
+        done = CliRunner().invoke(main, ["bench", "report", str(results), "--readme", str(readme)])
+        assert done.exit_code == 0 and says in done.output
+    text = readme.read_text()
+    assert text.startswith(f"before\n{BEGIN}\nm on 2 cores") and text.endswith(f"{END}\nafter\n") and "old" not in text
+    assert "](results/figures.png)" in text and (results / "figures.png").exists()
+
+
+def test_what_is_missing_is_said(tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text("no markers")
+    assert figures(tmp_path, "results") == "No figures yet: `make bench` measures them."
+    save(tmp_path, "engine-1.json", engine_result())
+    with pytest.raises(ConfigError, match="must have the lines"):
+        update_readme(readme, tmp_path)
+    (tmp_path / "engine-2.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"engine-2.json is not JSON"):
+        update_readme(readme, tmp_path)
