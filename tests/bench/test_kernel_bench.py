@@ -7,10 +7,13 @@ import pytest
 from click.testing import CliRunner
 
 from tests.support.checkpoints import gguf_file
-from tokenmill.bench.kernels import profile_step, step_inputs, step_of
+from tokenmill.backends.cpu import _native
+from tokenmill.bench.kernels import profile_step, run_kernel_bench, step_inputs, step_of
 from tokenmill.bench.limits import Step
 from tokenmill.bench.machine import Ceilings
+from tokenmill.bench.random_model import PRESETS, Shape, write_random_model
 from tokenmill.cli.main import main
+from tokenmill.config import EngineConfig
 from tokenmill.models.registry import build_model
 from tokenmill.weights.loader import open_checkpoint
 
@@ -39,10 +42,10 @@ def tiny(tmp_path_factory):
 
 
 class Clock:
-    """An executor on which each op takes a microsecond; it runs one op that the program does not name."""
+    """An executor on which each op takes as long; it runs one op that the program does not name."""
 
-    def __init__(self, program):
-        self.program = program
+    def __init__(self, program, seconds=1e-6):
+        self.program, self.seconds = program, seconds
         self.copied = []
 
     def copy_pages(self, pairs):
@@ -55,15 +58,16 @@ class Clock:
         pass
 
     def op_seconds(self):
-        return [("kv_write", "layer 0", 1e-6), *((op.name, op.where, 1e-6) for op in self.program.ops)]
+        return [("kv_write", "layer 0", self.seconds), *((op.name, op.where, self.seconds) for op in self.program.ops)]
 
 
 def test_ops_that_do_the_same_on_every_layer_are_one_row(tiny):
     checkpoint = open_checkpoint(tiny)
     program = build_model(checkpoint.config, checkpoint.weights).program
     executor = Clock(program)
+    executors = {"tokenmill": executor, "slow": Clock(program, 3e-6)}
     rows = profile_step(
-        executor, program, Step(4, 1, 33), Ceilings(1e9, 1e9, 1e9), kv_number_bytes=2, page_size=16, repeat=3
+        executors, program, Step(4, 1, 33), Ceilings(1e9, 1e9, 1e9), kv_number_bytes=2, page_size=16, repeat=3
     )
     *rows, step = rows
     assert executor.copied == [(0, page) for page in range(1, 12)]
@@ -78,7 +82,9 @@ def test_ops_that_do_the_same_on_every_layer_are_one_row(tiny):
     (attention,) = [row for row in rows if row["op"] == "attention"]
     assert attention["gbs"] == pytest.approx(4 * 33 * 2 * 2 * 2 * 16 / 1e-6 / 1e9)
     (write,) = [row for row in rows if row["op"] == "kv_write"]
-    assert set(write) == {"op", "what", "count", "us", "of_step"}
+    assert set(write) == {"op", "what", "count", "us", "of_step", "slow us", "times slow"}
+    assert all(row["times slow"] == pytest.approx(3) for row in [*rows, step])
+    assert down["slow us"] == pytest.approx(3) and step["slow us"] == pytest.approx(3 * (len(program.ops) + 1))
 
 
 def test_the_command(tiny, tmp_path):
@@ -93,9 +99,27 @@ def test_the_command(tiny, tmp_path):
     assert all(0 < row["of_step"] <= 1 and row["us"] > 0 for step in result["steps"] for row in step["ops"])
 
 
+def test_vector_kernels_are_times_faster_than_plain_ones(tmp_path, monkeypatch):
+    """The regression check: a ratio within one run, generous, for no figure of a shared machine is worth more."""
+    monkeypatch.setitem(PRESETS, "small", Shape("Small", 1, 512, 8, 4, 1024, 1024, 256, 1e4, True))
+    write_random_model(tmp_path / "m.gguf", "small", "Q4_0")
+    best, *_, plain = _native.instruction_sets()
+    result = run_kernel_bench(
+        EngineConfig(model=str(tmp_path / "m.gguf"), num_threads=1, kv_cache_bytes=16 << 20, max_num_seqs=16),
+        tokens=(1, 16, 80),
+        context=64,
+        repeat=5,
+        against=[plain],
+    )
+    for step in result["steps"]:
+        times = step["ops"][-1]["times plain"]
+        assert times > (1.5 if best != plain else 0.5), (step["name"], times)
+
+
 def test_what_it_cannot_do_is_one_line(tiny, tmp_path):
     for options, says in (
         ("--tokens one", "expected numbers"),
+        ("--tokens 1 --context 20 --against mmx", "isa is 'mmx'"),
         ("--tokens 0", "at least 1"),
         ("--tokens 600", "more than the context of 512"),
         ("--tokens 64 --context 512 --kv-cache-bytes 300000", "more KV pages"),

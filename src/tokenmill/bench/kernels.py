@@ -8,8 +8,9 @@ than an undisturbed step. Rates count what limits.py counts: weights, keys and v
 from __future__ import annotations
 
 import statistics
+import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,8 @@ from .limits import Step, Work, op_work
 from .machine import Ceilings, describe, measure_ceilings, middle
 
 MAX_STREAMS = 64  # above it, a number of tokens means one prompt
+SECONDS = 5.0  # a size of step is measured for about so long at most
+LEAST_STEPS = 3
 
 
 def step_of(tokens: int, context: int) -> Step:
@@ -60,48 +63,88 @@ def describe_op(op: Op) -> str:
 
 
 def profile_step(
-    executor, program: Program, step: Step, ceilings: Ceilings, *, kv_number_bytes: int, page_size: int, repeat: int
+    executors: Mapping[str, Any],
+    program: Program,
+    step: Step,
+    ceilings: Ceilings,
+    *,
+    kv_number_bytes: int,
+    page_size: int,
+    repeat: int,
+    seconds: float = SECONDS,
 ) -> list[dict[str, Any]]:
-    """Rows by time, the longest first, and the whole step last. Times are medians over `repeat` steps, in µs."""
-    inputs = step_inputs(step, page_size, program.vocab_size)
-    executor.copy_pages([(0, int(page)) for page in inputs.page_table.ravel()[1:]])  # memory nobody wrote is no memory
-    executor.forward(inputs)
-    executor.profile(True)
-    executor.op_seconds()
-    runs = []
-    for _ in range(repeat):
-        executor.forward(inputs)
-        runs.append(executor.op_seconds())
-    executor.profile(False)
-    total = statistics.median(sum(seconds for *_, seconds in run) for run in runs)
+    """Rows of the first executor by time, the longest first, and the whole step last; µs, medians over the steps.
 
-    # the executor runs more ops than the program names (cache writes, quantisation): those have a label of their own
+    Steps of all executors take turns, `repeat` of each, or fewer (three at least) once that took `seconds`. Of each
+    other executor a row has its µs and how many times the first's that is.
+    """
+    inputs = step_inputs(step, page_size, program.vocab_size)
+    runs: dict[str, list[list[tuple[str, str, float]]]] = {name: [] for name in executors}
+    for executor in executors.values():
+        executor.copy_pages([(0, int(page)) for page in inputs.page_table.ravel()[1:]])  # else nobody wrote that memory
+        executor.forward(inputs)
+        executor.profile(True)
+        executor.op_seconds()
+    started = time.perf_counter()
+    for number in range(repeat):
+        if number >= LEAST_STEPS and time.perf_counter() - started > seconds:
+            break
+        for name, executor in executors.items():
+            executor.forward(inputs)
+            runs[name].append(executor.op_seconds())
+    for executor in executors.values():
+        executor.profile(False)
+
+    first, *others = executors
+    groups = _alike(program, runs[first][0])
+    groups["step", _name(step)] = [(index, None) for index in range(len(runs[first][0]))]
+    rows = []
+    for (label, what), members in groups.items():
+        times = {
+            name: 1e6 * statistics.median(sum(run[index][2] for index, _ in members) for run in runs[name])
+            for name in executors
+        }
+        of_each = 1 if label == "step" else len(members)
+        row: dict[str, Any] = {"op": label, "what": what, "count": len(members), "us": times[first] / of_each}
+        row |= _rates([op for _, op in members if op], step, times[first], ceilings, kv_number_bytes)
+        for name in others:
+            row[f"{name} us"] = times[name] / of_each
+            row[f"times {name}"] = times[name] / times[first] if times[first] else None
+        rows.append((times[first], row))
+    total, last = rows.pop()
+    for time_of_all, row in rows:
+        row["of_step"] = time_of_all / total if total else 0.0
+    rows.sort(key=lambda pair: -pair[0])
+    return [*(row for _, row in rows), {**last, "of_step": 1.0}]
+
+
+def _alike(program: Program, run: list[tuple[str, str, float]]) -> dict[tuple[str, str], list[tuple[int, Op | None]]]:
+    """Indices of a run's ops, and the program's ops they are, by label and description.
+
+    The executor runs more ops than the program names (cache writes, quantisation): those have a label of their own.
+    """
     named: dict[tuple[str, str], list[Op]] = defaultdict(list)
     for each in program.ops:
         named[each.name, each.where].append(each)
     groups: dict[tuple[str, str], list[tuple[int, Op | None]]] = defaultdict(list)
-    for index, (label, where, _) in enumerate(runs[0]):
+    for index, (label, where, _) in enumerate(run):
         own = named.get((label, where))
         op = own.pop(0) if own else None
         groups[label, describe_op(op) if op else ""].append((index, op))
+    return groups
+
+
+def _rates(ops: list[Op], step: Step, us: float, ceilings: Ceilings, kv_number_bytes: int) -> dict[str, float]:
+    """What can be said of gops, gbs and share of the ceilings (each op at its own) where `ops` took `us` together."""
+    works = [op_work(op, step, kv_number_bytes) for op in ops]
+    work = sum(works, Work())
     shape = StepShape(step.rows("T"), step.rows("L"), step.attended())
-    rows = []
-    for (label, what), members in groups.items():
-        seconds = statistics.median(sum(run[index][2] for index, _ in members) for run in runs)
-        row: dict[str, Any] = {"op": label, "what": what, "count": len(members), "us": seconds / len(members) * 1e6}
-        row["of_step"] = seconds / total if total else 0.0
-        ops = [op for _, op in members if op]
-        works = [op_work(op, step, kv_number_bytes) for op in ops]
-        work = sum(works, Work())
-        if seconds and ops:
-            row["gops"] = sum(OPS[op.name].flops(op, shape) for op in ops) / seconds / 1e9 or None
-        if seconds and work.bytes:
-            row["gbs"] = work.bytes / seconds / 1e9
-        if seconds and work.ops:  # each at its own ceiling, one after the other
-            row["share"] = sum(one.seconds(ceilings) for one in works) / seconds
-        rows.append(row)
-    rows.sort(key=lambda row: -row["of_step"])
-    return [*rows, {"op": "step", "what": _name(step), "count": len(runs[0]), "us": total * 1e6, "of_step": 1.0}]
+    known = {
+        "gops": sum(OPS[op.name].flops(op, shape) for op in ops) / 1e3,
+        "gbs": work.bytes / 1e3,
+        "share": sum(one.seconds(ceilings) for one in works) * 1e6 if work.ops else 0.0,
+    }
+    return {key: value / us for key, value in known.items() if us and value}
 
 
 def _name(step: Step) -> str:
@@ -117,9 +160,13 @@ def run_kernel_bench(
     tokens: Sequence[int] = (1, 16, 512),
     context: int = 512,
     repeat: int = 15,
+    against: Sequence[str] = (),
     progress: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """Every op at each number of tokens: {"steps": [{"tokens", "name", "ops": rows of profile_step()}], ...}."""
+    """Every op at each number of tokens: {"steps": [{"tokens", "name", "ops": rows of profile_step()}], ...}.
+
+    `against`: other instruction sets of this machine, the plain C++ one among them, on the same steps.
+    """
     from ..engine.load import load_engine
 
     if min(tokens) < 1 or context < 1:
@@ -138,17 +185,20 @@ def run_kernel_bench(
             raise ConfigError(f"{_name(step)} are more than the context of {resolved.max_model_len}")
         if step.streams * -(-step.context // resolved.page_size) > resolved.num_pages:
             raise ConfigError(f"{_name(step)} need more KV pages than there are; give --kv-cache-bytes")
-    executor = loaded.engine.runner.executor
-    if not hasattr(executor, "op_seconds"):
+    if not hasattr(loaded.engine.runner.executor, "op_seconds"):
         raise ConfigError(f"the {config.backend} backend has no profile; use cpu")
-    machine, isa = describe(), None if config.backend != "cpu" else config.isa
-    seen = [measure_ceilings(resolved.num_threads, isa)]
+    executors = {"tokenmill": loaded.engine.runner.executor}
+    for isa in against:
+        progress(f"loading the model for {isa}")
+        executors[isa] = load_engine(replace(config, isa=isa)).engine.runner.executor
+    machine = describe()
+    seen = [measure_ceilings(resolved.num_threads, config.isa)]
     steps = []
     for n in tokens:
         step = step_of(n, context)
         progress(_name(step))
         rows = profile_step(
-            executor,
+            executors,
             program,
             step,
             seen[0],
@@ -157,7 +207,7 @@ def run_kernel_bench(
             repeat=repeat,
         )
         steps.append({"tokens": n, "name": _name(step), "ops": rows})
-    seen.append(measure_ceilings(resolved.num_threads, isa))
+    seen.append(measure_ceilings(resolved.num_threads, config.isa))
     return {
         "machine": machine,
         "model": loaded.checkpoint.name,

@@ -102,7 +102,8 @@ def print_kernels(result: dict[str, Any]) -> None:
     columns |= {"gbs": "GB/s", "gops": "Gop/s", "share": "of ceiling"}
     for step in result["steps"]:
         rows = [{**row, "of_step": percent(row["of_step"]), "share": percent(row.get("share"))} for row in step["ops"]]
-        print_table(f"{result['model']}, {step['name']}, on {machine_line(result)}", rows, columns)
+        beside = {key: key.replace(" us", ", µs") for key in rows[0] if key.endswith(" us") or key.startswith("times ")}
+        print_table(f"{result['model']}, {step['name']}, on {machine_line(result)}", rows, columns | beside)
 
 
 def save_plot(path: Path, panels: dict[str, dict[str, dict[str, float | None]]]) -> Path | None:

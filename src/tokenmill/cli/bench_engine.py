@@ -131,7 +131,8 @@ def engine_command(**values: Any) -> None:
 @click.argument("model", required=False)
 @click.option("--tokens", default="1,16,512", show_default=True, help="Sizes of a step; up to 64 are so many streams.")
 @click.option("--context", type=click.IntRange(1), default=512, show_default=True, help="Tokens each stream has.")
-@click.option("--repeat", type=click.IntRange(1), default=15, show_default=True, help="Steps of each size.")
+@click.option("--repeat", type=click.IntRange(1), default=15, show_default=True, help="Steps of each size, at most.")
+@click.option("--against", multiple=True, metavar="ISA", help="Beside another instruction set: plain, avx2 ...")
 @quiet
 @output_dir
 @options_of(EngineConfig, skip=NOT_ASKED)
@@ -149,6 +150,7 @@ def kernels(**values: Any) -> None:
         tokens=tokens,
         context=values["context"],
         repeat=values["repeat"],
+        against=values["against"],
         progress=progress_lines(values["quiet"]),
     )
     path = report.result_path(values["output_dir"], "kernels")
