@@ -11,7 +11,7 @@ from tests.support.blocks import random_blocks
 from tokenmill.backends.cpu import _native
 from tokenmill.backends.cpu.executor import BY_16, FLOAT_FORMATS, CpuExecutor
 from tokenmill.program import RecordingBuilder, StepInputs, Weight
-from tokenmill.quant.formats import BLOCKS, dequantize
+from tokenmill.quant.formats import BLOCKS, numbers
 
 FORMATS = list(BLOCKS)
 ISAS = _native.instruction_sets()
@@ -55,10 +55,6 @@ def round_activations(x: np.ndarray, format: str, group: int) -> np.ndarray:
     top = np.abs(groups).max(-1, keepdims=True)
     q = np.rint(groups * np.where(top > 0, np.float32(127) / top, np.float32(0)))
     return (q.astype(np.float64) * (top / np.float32(127))).reshape(x.shape)
-
-
-def numbers(weight: Weight) -> np.ndarray:
-    return dequantize(weight.format, weight.data, weight.shape)
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -12,7 +12,7 @@ from tokenmill.backends.cpu.executor import CpuExecutor
 from tokenmill.backends.reference import ReferenceExecutor
 from tokenmill.models.registry import build_model
 from tokenmill.program import Weight, Weights
-from tokenmill.quant.formats import dequantize
+from tokenmill.quant.formats import numbers
 from tokenmill.weights.loader import open_checkpoint
 
 
@@ -23,11 +23,11 @@ def reference(checkpoint, num_pages: int):
 
 def native(checkpoint, num_pages: int):
     """The CPU backend on the file's numbers as F32 matrices, so that no activation is rounded to 8 bits."""
-    numbers = {
-        name: Weight(name, w.shape, "F32", dequantize(w.format, w.data, w.shape).ravel().view(np.uint8))
+    plain = {
+        name: Weight(name, w.shape, "F32", np.ascontiguousarray(numbers(w)).ravel().view(np.uint8))
         for name, w in ((name, checkpoint.weights[name]) for name in checkpoint.weights)
     }
-    program = build_model(checkpoint.config, Weights(numbers)).program
+    program = build_model(checkpoint.config, Weights(plain)).program
     return CpuExecutor(program, num_pages=num_pages, kv_dtype="float32", num_threads=2, max_tokens=1024)
 
 

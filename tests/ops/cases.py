@@ -27,7 +27,7 @@ import torch.nn.functional as F
 
 from tests.support.blocks import random_blocks
 from tokenmill.program import Builder, Heads, Op, Program, RecordingBuilder, Rope, StepInputs, Value, Weight
-from tokenmill.quant.formats import BLOCKS, dequantize
+from tokenmill.quant.formats import BLOCKS, numbers
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -278,4 +278,4 @@ def label(case: OpCase, shape: dict[str, Any]) -> str:
 
 def tensor(weight: Weight) -> torch.Tensor:
     """Dequantised, float64."""
-    return torch.from_numpy(dequantize(weight.format, weight.data, weight.shape).astype(np.float64))
+    return torch.from_numpy(numbers(weight).astype(np.float64))

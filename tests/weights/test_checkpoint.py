@@ -9,12 +9,8 @@ import pytest
 from tests.support.checkpoints import FAMILIES, gguf_file, hf_folder, make_model
 from tests.support.gguf_writer import Tensor, edit_gguf
 from tokenmill.errors import ModelFileError, UnsupportedModel
-from tokenmill.quant.formats import BLOCKS, dequantize
+from tokenmill.quant.formats import BLOCKS, dequantize, numbers
 from tokenmill.weights.loader import open_checkpoint
-
-
-def decoded(weight):
-    return dequantize(weight.format, weight.data, weight.shape)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -23,7 +19,7 @@ def test_folder_and_gguf_give_the_same_weights(tmp_path, family):
     file = open_checkpoint(gguf_file(tmp_path / "m.gguf", family))
     assert set(folder.weights) == set(file.weights)
     for name, weight in folder.weights.items():
-        assert np.array_equal(decoded(weight), decoded(file.weights[name])), name
+        assert np.array_equal(numbers(weight), numbers(file.weights[name])), name
     assert (folder.name, file.name) == ("m", "m")
     assert (folder.kind, file.kind) == ("hf", "gguf")
     assert (folder.folder, file.folder) == (folder.path, None)
@@ -63,7 +59,7 @@ def test_rows_move_whole_in_every_format(tmp_path, format):
         assert weight.format == format
         as_stored = dequantize(format, info.data, info.shape)
         halves = as_stored.reshape(heads, -1, 2, 256).swapaxes(1, 2).reshape(info.shape)
-        assert np.array_equal(decoded(weight), halves)
+        assert np.array_equal(numbers(weight), halves)
 
 
 def test_biases_move_with_their_rows(tmp_path):
@@ -71,7 +67,7 @@ def test_biases_move_with_their_rows(tmp_path):
     file = open_checkpoint(gguf_file(tmp_path / "m.gguf", "llama", attention_bias=True))
     for part in "qkvo":
         name = f"layers.1.{part}_proj"
-        assert np.array_equal(decoded(folder.weights[name].bias), decoded(file.weights[name].bias))
+        assert np.array_equal(numbers(folder.weights[name].bias), numbers(file.weights[name].bias))
     assert file.config["attention_bias"]
 
 
@@ -79,7 +75,7 @@ def test_gemma_norms_hold_their_multiplier(tmp_path):
     model = make_model("gemma3")
     checkpoint = open_checkpoint(hf_folder(tmp_path / "m", "gemma3", model=model, dtype="bfloat16"))
     stored = model.model.layers[0].self_attn.q_norm.weight.detach().float().numpy()
-    assert np.array_equal(decoded(checkpoint.weights["layers.0.q_norm"]), 1 + stored)
+    assert np.array_equal(numbers(checkpoint.weights["layers.0.q_norm"]), 1 + stored)
 
 
 def test_multimodal_gemma_gives_its_text_model(tmp_path):
@@ -132,7 +128,7 @@ def test_a_stored_head_is_used(tmp_path, same):
     assert open_checkpoint(path).config["tie_word_embeddings"]
     checkpoint = open_checkpoint(edit_gguf(path, path, tensors=change))
     assert not checkpoint.config["tie_word_embeddings"]
-    difference = decoded(checkpoint.weights["lm_head"]) - decoded(checkpoint.weights["embed_tokens"])
+    difference = numbers(checkpoint.weights["lm_head"]) - numbers(checkpoint.weights["embed_tokens"])
     assert np.allclose(difference, 0 if same else 1, atol=1e-5)
 
 

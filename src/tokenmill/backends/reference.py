@@ -51,10 +51,9 @@ class ReferenceBackend:
         """The weight's numbers, dequantised once, `dtype` (weight.shape)."""
         key = id(weight.data)
         if key not in self._dequantized:
-            from ..quant.formats import dequantize
+            from ..quant.formats import numbers
 
-            numbers = dequantize(weight.format, weight.data, weight.shape).astype(self.dtype, copy=False)
-            self._dequantized[key] = (weight, numbers)
+            self._dequantized[key] = (weight, numbers(weight).astype(self.dtype, copy=False))
         return self._dequantized[key][1]
 
     # ---- one method an op, named as in the table

@@ -47,5 +47,6 @@ def load_engine(config: EngineConfig, progress: Progress | None = None) -> Loade
         vocab_size=model.vocab_size,
         decisions=decisions,
     )
+    checkpoint.release()
     # overlap: on a CPU the next step's plan would take its time from the kernels of this one; docs/log.md, 2026-11-30.
     return LoadedEngine(Engine(executor, resolved, overlap=False), checkpoint, model, resolved, decisions, ready)

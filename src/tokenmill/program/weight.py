@@ -6,7 +6,7 @@ A Weight is bytes plus a format name; nobody decodes it until a backend packs it
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,6 +22,8 @@ class Weight:
     format: str  # a GGUF type name: F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K .. Q6_K
     data: np.ndarray  # uint8, 1-D, contiguous; usually a view of the mapped file
     bias: Weight | None = None  # F32 (out_features,), where the family has one
+    order: np.ndarray | None = None  # int32 (out_features,): row i is row order[i] of data; None: as they stand
+    mapped: bool = False  # data is a read-only mapping of a file: its pages can be let go and come back when read
 
     @property
     def nbytes(self) -> int:
@@ -56,7 +58,7 @@ class Weights(Mapping[str, Weight]):
         bias = self._tensors.get(name + ".bias")
         if bias is not None:
             self.used.add(bias.name)
-            return Weight(weight.name, weight.shape, weight.format, weight.data, bias)
+            return replace(weight, bias=bias)
         return weight
 
     def __contains__(self, name: object) -> bool:

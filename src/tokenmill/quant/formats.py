@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import UnsupportedModel
+from ..program.weight import Weight
 
 CHUNK = 1 << 20  # weights decoded at a time: bounds the temporaries, not the result
 
@@ -71,6 +72,12 @@ def block_format(name: str) -> BlockFormat:
     if name not in BLOCKS:
         raise UnsupportedModel(f"weights in format {name} are not supported; these are: {', '.join(BLOCKS)}")
     return BLOCKS[name]
+
+
+def numbers(weight: Weight) -> np.ndarray:
+    """A weight's numbers, float32 (weight.shape), rows in the weight's own order. Raises as dequantize()."""
+    stored = dequantize(weight.format, weight.data, weight.shape)
+    return stored if weight.order is None else stored[weight.order]
 
 
 def dequantize(format: str, data: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

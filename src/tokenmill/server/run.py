@@ -167,7 +167,10 @@ def load_tokenizer(path: Path) -> Any:
     from ..text.tokenizer import load_tokenizer
     from ..weights.loader import open_checkpoint
 
-    return load_tokenizer(open_checkpoint(path))
+    checkpoint = open_checkpoint(path)
+    tokenizer = load_tokenizer(checkpoint)
+    checkpoint.release()
+    return tokenizer
 
 
 def warm_up(serving: Any) -> None:

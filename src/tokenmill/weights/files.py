@@ -57,6 +57,10 @@ class MappedFile:
     def _identity(found: os.stat_result) -> tuple[int, int, int, int]:
         return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
+    def release(self) -> None:
+        """Let go of the memory that holds what has been read so far. Reading again brings it back."""
+        self.data.madvise(mmap.MADV_DONTNEED)
+
     def check_unchanged(self) -> None:
         """Raise ModelFileError if the file at this path is not the one that was opened, as it was."""
         try:

@@ -61,6 +61,7 @@ class Checkpoint:
         """
         h = hashlib.sha256()
         for name, weight in sorted(self.tensors.items()):
+            self.release()  # a piece brings up to a huge page of neighbours into memory
             h.update(f"{name} {weight.format} {weight.shape}\n".encode())
             if weight.nbytes <= DIGEST_WHOLE:
                 h.update(weight.data.data)
@@ -70,6 +71,11 @@ class Checkpoint:
         for key in sorted(self.config):
             h.update(f"{key}={self.config[key]!r}\n".encode())
         return h.hexdigest()[:32]
+
+    def release(self) -> None:
+        """Let go of the memory that holds what has been read of the files."""
+        for file in self.mapped:
+            file.release()
 
     def check_unchanged(self) -> None:
         """Raise ModelFileError if a file was changed since it was opened. Call once the weights are packed."""
@@ -209,6 +215,6 @@ def _collect(config: dict[str, Any], stored: dict[str, TensorInfo], biased: froz
             raise ModelFileError(f"{where} has shape {info.shape}, the model's config asks for {expected[name]}")
     weights = {}
     for name, info in stored.items():
-        weight = Weight(name, info.shape, info.format, info.data)
+        weight = Weight(name, info.shape, info.format, info.data, mapped=True)
         weights[name] = weight if len(info.shape) == 2 else names.as_f32(weight)
     return weights

@@ -8,7 +8,7 @@
 
 Quirks undone here, once, so that every model file sees one form:
 - GGUF files of the llama architecture interleave each head's rotary pairs (i, i + d/2 become 2i, 2i + 1). Rows are
-  moved back, whole, so nothing is decoded and nothing is lost.
+  taken in the other order, whole, so nothing is decoded, copied or lost.
 - Gemma norms multiply by 1 + w. Hugging Face stores w, GGUF 1 + w; a Weight always holds the multiplier itself.
 - Vectors (norms, biases) become F32, whatever they were stored in: exact.
 
@@ -19,14 +19,14 @@ It does not know where bytes lie or what the model computes.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from ..errors import ModelFileError, UnsupportedModel
 from ..program.weight import Weight
-from ..quant.formats import BLOCKS, dequantize
+from ..quant.formats import numbers
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
 QK_NORM = ("qwen3", "gemma3_text")
@@ -197,13 +197,13 @@ def biased_by_config(config: dict[str, Any]) -> frozenset[str]:
 
 def as_f32(weight: Weight, plus: float = 0.0) -> Weight:
     """A vector in F32, plus a constant."""
-    values = dequantize(weight.format, weight.data, weight.shape) + np.float32(plus)
+    values = numbers(weight) + np.float32(plus)
     return Weight(weight.name, weight.shape, "F32", np.ascontiguousarray(values).view(np.uint8).reshape(-1))
 
 
 def unpermute(weight: Weight, num_heads: int) -> Weight:
-    """Rows (or a vector's elements) from ggml's interleaved rotary order back to halves: 2i -> i, 2i + 1 -> i + d/2."""
-    f = BLOCKS[weight.format]
-    row_bytes = f.nbytes(weight.shape[-1]) if len(weight.shape) == 2 else f.bytes_per_block
-    rows = weight.data.reshape(num_heads, -1, 2, row_bytes)
-    return Weight(weight.name, weight.shape, weight.format, np.ascontiguousarray(rows.swapaxes(1, 2)).reshape(-1))
+    """Rows (or a vector's F32) from ggml's interleaved rotary order back to halves: 2i -> i, 2i + 1 -> i + d/2."""
+    order = np.arange(weight.shape[0], dtype=np.int32).reshape(num_heads, -1, 2).swapaxes(1, 2).reshape(-1)
+    if len(weight.shape) == 2:
+        return replace(weight, order=order)
+    return replace(weight, data=weight.data.view(np.float32)[order].view(np.uint8))

@@ -110,7 +110,9 @@ class CpuExecutor:
             rows, cols = weight.shape
             bias = -1 if weight.bias is None else self._vector(weight.bias)
             try:
-                self._weights[name] = self._native.add_weight(weight.format, rows, cols, weight.data, bias)
+                self._weights[name] = self._native.add_weight(
+                    weight.format, rows, cols, weight.data, bias, weight.order, weight.mapped
+                )
             except ValueError as error:
                 raise UnsupportedModel(f"{name} cannot be packed: {error}") from None
             self._packed[weight.format] += 1
@@ -120,10 +122,9 @@ class CpuExecutor:
 
     def _vector(self, weight: Weight) -> int:
         if weight.name not in self._vectors:
-            from ...quant.formats import dequantize
+            from ...quant.formats import numbers
 
-            values = np.ascontiguousarray(dequantize(weight.format, weight.data, weight.shape), np.float32)
-            self._vectors[weight.name] = self._native.add_vector(values)
+            self._vectors[weight.name] = self._native.add_vector(np.ascontiguousarray(numbers(weight), np.float32))
         return self._vectors[weight.name]
 
     def _plan_slots(self, program: Program, keep_values: bool) -> dict[int, int]:
