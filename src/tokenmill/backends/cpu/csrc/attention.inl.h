@@ -6,7 +6,8 @@
 //   position  0 ......... 63 | 64 ....... 127 | ... 511 || 512 ...      p
 //             one run          one run                 ||  next segment ^ the query sees (p - window, p]
 //
-// Within a segment: online softmax, a run at a time (Milakov & Gimelshein 2018). Segments are then merged in order.
+// Within a segment: online softmax, a run at a time (Milakov & Gimelshein 2018), with a reference that lags behind the
+// maximum. Segments are then merged in order.
 #pragma once
 #include "kernels.h"
 #include "simd.h"
@@ -15,153 +16,169 @@ namespace mill::TM_NS {
 
 constexpr float NEG_INF = -__builtin_inff();
 constexpr int RUN_PAGES = RUN / PAGE;
-#if TM_AVX512
-constexpr int D_BLOCK = 4;  // vectors of the output kept in registers
+constexpr int BLOCK = ATTENTION_BLOCK;  // rows, each a head of a token, that share every load of a key or a value
+#if TM_AVX2
+constexpr int VECTORS = 2;  // of a row's sums held in registers: BLOCK x VECTORS and a few more must fit
 #else
-constexpr int D_BLOCK = 2;
+constexpr int VECTORS = 4;
 #endif
-constexpr int Q_BLOCK = 4;  // heads that share each load
+// A run's scores are taken relative to a reference that is raised only when one of them stands this far above it:
+// e^16 is far inside what a float sums exactly enough, and most runs need no rescaling of what came before.
+constexpr float SLACK = 16.0f;
+constexpr int LINE = 32;  // f16 numbers of a cache line
 
 static TM_INLINE vf load_kv(const uint16_t* p) { return load_f16(p); }
 static TM_INLINE vf load_kv(const float* p) { return load(p); }
 static TM_INLINE void store_kv(uint16_t* p, vf v) { store_f16(p, v); }
 static TM_INLINE void store_kv(float* p, vf v) { store(p, v); }
 
-struct Head {  // one (token, head) while its tile is worked
-  float *q, *segment_out, *total_out, *scores;
-  float max, sum;              // of the segment so far
+struct Row {                   // one head of one token while its tile is worked
+  float reference;             // of the exponentials of the segment so far
   float total_max, total_sum;  // of the segments before
   int first, last;             // positions it sees, inclusive
 };
 
-// scores of N heads against VB vectors of keys. k: f32 (page, head_dim, PAGE), or f16 pages where RAW
-template <int N, int VB, bool RAW, class KV>
-static TM_INLINE void score_vectors(Head* const* heads, const float* k, const KV* const* pages, int first,
-                                    int head_dim) {
+// Rows of one kv head, tokens ascending. Arrays by row:
+struct Rows {
+  Row* row;
+  float* q;       // [block][head_dim][BLOCK], scaled
+  float* scores;  // [BLOCK][RUN] of the block being worked
+  float* sums;    // [row][PANEL]: sums of exponentials, lane by lane
+  float* out;     // [row][v_stride] of the segment
+  float* total;   // [row][v_stride] of the segments before
+};
+
+// A run of positions of one kv head: its pages as they stand (f16 or f32), or converted to [page][head_dim][PAGE] and
+// [position][v_stride] in f32.
+// While one stands in memory, what is next is brought near line by line: pages are too short for the hardware to
+// foresee.
+template <class KV, bool AHEAD>
+struct Run {
+  int start, pages;
+  const KV *k[RUN_PAGES], *v[RUN_PAGES], *next_k[RUN_PAGES], *next_v[RUN_PAGES];
+};
+
+// scores of N rows against VB vectors of keys
+template <int N, int VB, class KV, bool AHEAD>
+static TM_INLINE void score_vectors(const float* q, float* scores, const Run<KV, AHEAD>& run, int first, int head_dim) {
   vf acc[N][VB];
   for (int i = 0; i < N; i++)
     for (int b = 0; b < VB; b++) acc[i][b] = splat(0.0f);
-  const float* q[N];
-  for (int i = 0; i < N; i++) q[i] = heads[i]->q;
-  for (int d = 0; d < head_dim; d++)
-    for (int b = 0; b < VB; b++) {
-      const int page = (first + b) * W / PAGE, s = (first + b) * W % PAGE;
-      vf kd = RAW ? load_kv(pages[page] + d * PAGE + s) : load(k + (size_t(page) * head_dim + d) * PAGE + s);
-      for (int i = 0; i < N; i++) acc[i][b] = fma(kd, splat(q[i][d]), acc[i][b]);
+  const KV *k[VB], *next[VB];
+  for (int b = 0; b < VB; b++) {
+    const int page = (first + b) * W / PAGE;
+    k[b] = run.k[page] + (first + b) * W % PAGE, next[b] = run.next_k[page];
+  }
+  for (int d = 0; d < head_dim; d++) {
+    vf kd[VB];
+    for (int b = 0; b < VB; b++) kd[b] = load_kv(k[b] + d * PAGE);
+    if constexpr (AHEAD)
+      for (int b = 0; b < VB; b += PAGE / W) __builtin_prefetch(next[b] + d * PAGE);
+#pragma GCC unroll 8
+    for (int i = 0; i < N; i++) {
+      const vf qd = splat(q[d * BLOCK + i]);
+      for (int b = 0; b < VB; b++) acc[i][b] = fma(kd[b], qd, acc[i][b]);
     }
+  }
   for (int i = 0; i < N; i++)
-    for (int b = 0; b < VB; b++) store(heads[i]->scores + (first + b) * W, acc[i][b]);
+    for (int b = 0; b < VB; b++) store(scores + i * RUN + (first + b) * W, acc[i][b]);
 }
 
-// scores[RUN] of N heads against the pages of a run, some vectors of positions at once so that sums overlap
-template <int N, bool RAW, class KV>
-static TM_INLINE void run_scores(Head* const* heads, const float* k, const KV* const* pages, int n_pages,
-                                 int head_dim) {
-  constexpr int VB = W == 16 ? 4 : 2;
-  const int n = n_pages * PAGE / W;
-  int v = 0;
-  for (; v + VB <= n; v += VB) score_vectors<N, VB, RAW>(heads, k, pages, v, head_dim);
-  for (; v < n; v++) score_vectors<N, 1, RAW>(heads, k, pages, v, head_dim);
-}
-
-// Softmax step of one head over a run: masks, rescales what came before, leaves exp(score - max) in scores.
-static TM_INLINE float run_softmax(Head& h, int run_start, int n, float softcap) {
-  float* s = h.scores;
+// Exponentials of one row's scores over a run, in place; its sums and, where the reference rises, its output follow.
+static TM_INLINE void run_softmax(Row& row, float* s, float* sums, float* out, int run_start, int n, int v_stride,
+                                  float softcap) {
   if (softcap > 0)
     for (int i = 0; i < n; i++) s[i] = softcap * std::tanh(s[i] / softcap);
-  for (int i = 0; i < h.first - run_start; i++) s[i] = NEG_INF;
-  for (int i = h.last + 1 - run_start; i < RUN; i++) s[i] = NEG_INF;
+  for (int i = 0; i < row.first - run_start; i++) s[i] = NEG_INF;
+  for (int i = row.last + 1 - run_start; i < RUN; i++) s[i] = NEG_INF;
   vf m = load(s);
   for (int i = W; i < RUN; i += W) m = vmax(m, load(s + i));
-  float top = reduce_max(m);
-  if (h.max > top) top = h.max;
-  vf neg = splat(-top), sum = splat(0.0f);
-  for (int i = 0; i < RUN; i += W) {
-    vf e = vexp(add(load(s + i), neg));
-    store(s + i, e);
-    sum = add(sum, e);
+  if (any_above(m, row.reference + SLACK)) {
+    const float top = reduce_max(m);
+    if (row.reference != NEG_INF) {
+      const vf factor = vexp(splat(row.reference - top));
+      for (int i = 0; i < PANEL; i += W) store(sums + i, mul(load(sums + i), factor));
+      for (int i = 0; i < v_stride; i += W) store(out + i, mul(load(out + i), factor));
+    }
+    row.reference = top;
   }
-  float correction = 1.0f;
-  if (top != h.max) {
-    float t[W];
-    store(t, vexp(splat(h.max - top)));
-    correction = t[0];
+  const vf neg = splat(-row.reference);
+  vf sum[PANEL / W];
+  for (int i = 0; i < PANEL / W; i++) sum[i] = load(sums + i * W);
+  for (int i = 0; i < RUN / W; i++) {
+    const vf e = vexp(add(load(s + i * W), neg));
+    store(s + i * W, e);
+    sum[i % (PANEL / W)] = add(sum[i % (PANEL / W)], e);
   }
-  h.max = top;
-  h.sum = h.sum * correction + reduce_add(sum);
-  return correction;
+  for (int i = 0; i < PANEL / W; i++) store(sums + i * W, sum[i]);
 }
 
-// segment_out of N heads += probabilities x values, positions [t0, t1) of the run.
-template <int N, bool RAW, class KV>
-static TM_INLINE void run_values(Head* const* heads, const float* corrections, const float* v, const KV* const* pages,
-                                 int t0, int t1, int v_stride) {
-  for (int d = 0; d < v_stride; d += D_BLOCK * W) {
-    const int blocks = v_stride - d < D_BLOCK * W ? (v_stride - d) / W : D_BLOCK;
-    if (blocks == D_BLOCK) {
-      vf acc[N][D_BLOCK];
-      for (int i = 0; i < N; i++)
-        for (int b = 0; b < D_BLOCK; b++)
-          acc[i][b] = mul(load(heads[i]->segment_out + d + b * W), splat(corrections[i]));
-      for (int t = t0; t < t1; t++) {
-        vf vt[D_BLOCK];
-        for (int b = 0; b < D_BLOCK; b++)
-          vt[b] = RAW ? load_kv(pages[t / PAGE] + size_t(t % PAGE) * v_stride + d + b * W)
-                      : load(v + size_t(t) * v_stride + d + b * W);
-        for (int i = 0; i < N; i++) {
-          vf p = splat(heads[i]->scores[t]);
-          for (int b = 0; b < D_BLOCK; b++) acc[i][b] = fma(p, vt[b], acc[i][b]);
-        }
+// out of N rows, DB vectors of it, += probabilities x values of positions [t0, t1) of the run
+template <int N, int DB, class KV, bool AHEAD>
+static TM_INLINE void value_vectors(const float* p, float* out, const Run<KV, AHEAD>& run, int t0, int t1, int v_stride,
+                                    int d) {
+  vf acc[N][DB];
+  for (int i = 0; i < N; i++)
+    for (int b = 0; b < DB; b++) acc[i][b] = load(out + size_t(i) * v_stride + d + b * W);
+  for (int page = t0 / PAGE; page * PAGE < t1; page++) {
+    const int begin = page * PAGE < t0 ? t0 - page * PAGE : 0, end = t1 - page * PAGE < PAGE ? t1 - page * PAGE : PAGE;
+    const KV* v = run.v[page] + size_t(begin) * v_stride + d;
+    const KV* next = run.next_v[page] + size_t(begin) * v_stride + d;
+    const float* pt = p + page * PAGE;
+    for (int t = begin; t < end; t++, v += v_stride, next += v_stride) {
+      vf vt[DB];
+      for (int b = 0; b < DB; b++) vt[b] = load_kv(v + b * W);
+      if constexpr (AHEAD)
+        for (int b = 0; b < DB; b += LINE / W) __builtin_prefetch(next + b * W);
+#pragma GCC unroll 8
+      for (int i = 0; i < N; i++) {
+        const vf pi = splat(pt[i * RUN + t]);
+        for (int b = 0; b < DB; b++) acc[i][b] = fma(pi, vt[b], acc[i][b]);
       }
-      for (int i = 0; i < N; i++)
-        for (int b = 0; b < D_BLOCK; b++) store(heads[i]->segment_out + d + b * W, acc[i][b]);
-    } else {
-      for (int b = 0; b < blocks; b++)
-        for (int i = 0; i < N; i++) {
-          float* out = heads[i]->segment_out + d + b * W;
-          vf acc = mul(load(out), splat(corrections[i]));
-          for (int t = t0; t < t1; t++) {
-            vf vt = RAW ? load_kv(pages[t / PAGE] + size_t(t % PAGE) * v_stride + d + b * W)
-                        : load(v + size_t(t) * v_stride + d + b * W);
-            acc = fma(splat(heads[i]->scores[t]), vt, acc);
-          }
-          store(out, acc);
-        }
     }
   }
+  for (int i = 0; i < N; i++)
+    for (int b = 0; b < DB; b++) store(out + size_t(i) * v_stride + d + b * W, acc[i][b]);
 }
 
-template <bool RAW, class KV>
-static TM_INLINE void run_heads(const AttentionArgs& a, Head* const* heads, int n, int run_start, int n_pages,
-                                const float* k, const float* v, const KV* const* k_pages, const KV* const* v_pages) {
-  // All n heads belong to one token, so they see the same positions.
-  int t0 = heads[0]->first > run_start ? heads[0]->first - run_start : 0;
-  int t1 = heads[0]->last - run_start + 1 < RUN ? heads[0]->last - run_start + 1 : RUN;
-  float corrections[Q_BLOCK];
-#define TM_HEADS(N)                                                                                            \
-  {                                                                                                            \
-    run_scores<N, RAW>(heads, k, k_pages, n_pages, a.head_dim);                                                \
-    for (int i = 0; i < N; i++) corrections[i] = run_softmax(*heads[i], run_start, n_pages * PAGE, a.softcap); \
-    run_values<N, RAW>(heads, corrections, v, v_pages, t0, t1, a.v_stride);                                    \
+// Rows [r, r + N), all in one block, over one run.
+template <int N, class KV, bool AHEAD>
+static TM_INLINE void run_block(const AttentionArgs& a, const Rows& rows, int r, const Run<KV, AHEAD>& run) {
+  const float* q = rows.q + size_t(r / BLOCK) * BLOCK * a.head_dim + r % BLOCK;
+  const int n = run.pages * PAGE;
+  int v = 0;
+  for (; v + VECTORS <= n / W; v += VECTORS) score_vectors<N, VECTORS>(q, rows.scores, run, v, a.head_dim);
+  for (; v < n / W; v++) score_vectors<N, 1>(q, rows.scores, run, v, a.head_dim);
+  float* out = rows.out + size_t(r) * a.v_stride;
+  int t0 = RUN, t1 = 0;
+  for (int i = 0; i < N; i++) {
+    Row& row = rows.row[r + i];
+    run_softmax(row, rows.scores + i * RUN, rows.sums + size_t(r + i) * PANEL, out + size_t(i) * a.v_stride, run.start,
+                n, a.v_stride, a.softcap);
+    if (row.first - run.start < t0) t0 = row.first - run.start;
+    if (row.last + 1 - run.start > t1) t1 = row.last + 1 - run.start;
   }
-  switch (n) {
-    case 1: TM_HEADS(1) break;
-    case 2: TM_HEADS(2) break;
-    case 3: TM_HEADS(3) break;
-    default: TM_HEADS(4) break;
+  t0 = t0 < 0 ? 0 : t0, t1 = t1 > RUN ? RUN : t1;
+  int d = 0;
+  for (; d + VECTORS * W <= a.v_stride; d += VECTORS * W)
+    value_vectors<N, VECTORS>(rows.scores, out, run, t0, t1, a.v_stride, d);
+  for (; d < a.v_stride; d += W) value_vectors<N, 1>(rows.scores, out, run, t0, t1, a.v_stride, d);
+}
+
+// Rows [r0, r1), all of which see something of the run, block by block.
+template <class KV, bool AHEAD>
+static void run_rows(const AttentionArgs& a, const Rows& rows, int r0, int r1, const Run<KV, AHEAD>& run) {
+  for (int r = r0, end; r < r1; r = end) {
+    end = (r / BLOCK + 1) * BLOCK < r1 ? (r / BLOCK + 1) * BLOCK : r1;
+    switch (end - r) {
+      case 1: run_block<1>(a, rows, r, run); break;
+      case 2: run_block<2>(a, rows, r, run); break;
+      case 3: run_block<3>(a, rows, r, run); break;
+      case 4: run_block<4>(a, rows, r, run); break;
+      case 5: run_block<5>(a, rows, r, run); break;
+      default: run_block<6>(a, rows, r, run); break;
+    }
   }
-#undef TM_HEADS
-}
-
-static TM_INLINE void see(Head& h, const AttentionArgs& a, int position) {
-  h.last = position;
-  h.first = a.window > 0 && position >= a.window ? position - a.window + 1 : 0;
-}
-
-static TM_INLINE void begin_segment(Head& h, int v_stride) {
-  h.max = NEG_INF;
-  h.sum = 0;
-  std::memset(h.segment_out, 0, sizeof(float) * v_stride);
 }
 
 static TM_INLINE float exp1(float x) {
@@ -179,29 +196,40 @@ static TM_INLINE void merge(float& max, float& sum, float* out, float next_max, 
   max = top;
 }
 
-static TM_INLINE void end_segment(Head& h, int v_stride) {
-  if (h.max == NEG_INF) return;
-  if (h.total_max == NEG_INF) {
-    h.total_max = h.max;
-    h.total_sum = h.sum;
-    std::memcpy(h.total_out, h.segment_out, sizeof(float) * v_stride);
-  } else {
-    merge(h.total_max, h.total_sum, h.total_out, h.max, h.sum, h.segment_out, v_stride);
-  }
+static TM_INLINE float sum_lanes(const float* sums) {
+  vf v = load(sums);
+  for (int i = W; i < PANEL; i += W) v = add(v, load(sums + i));
+  return reduce_add(v);
 }
 
-// Pointers to the pages of a run for one kv head; how many of them exist up to `last`.
+// The pages of the run at `start` for one kv head, up to position `last`; and of the next, if there is one.
 template <class KV>
-static TM_INLINE int run_pages(const AttentionArgs& a, int kv_head, int run_start, int last, const KV** k,
-                               const KV** v) {
-  int n = (last - run_start) / PAGE + 1;
-  if (n > RUN_PAGES) n = RUN_PAGES;
-  for (int i = 0; i < n; i++) {
-    size_t page = size_t(a.page_table[run_start / PAGE + i]) * a.n_kv_heads + kv_head;
-    k[i] = static_cast<const KV*>(a.k_pages) + page * a.head_dim * PAGE;
-    v[i] = static_cast<const KV*>(a.v_pages) + page * PAGE * a.v_stride;
+static TM_INLINE Run<KV, true> find_run(const AttentionArgs& a, int kv_head, int start, int last) {
+  Run<KV, true> run;
+  run.start = start;
+  run.pages = (last - start) / PAGE + 1 < RUN_PAGES ? (last - start) / PAGE + 1 : RUN_PAGES;
+  auto head = [&](int page) { return size_t(a.page_table[page]) * a.n_kv_heads + kv_head; };
+  const KV *k = static_cast<const KV*>(a.k_pages), *v = static_cast<const KV*>(a.v_pages);
+  for (int i = 0; i < run.pages; i++) {
+    const int page = start / PAGE + i, next = page + RUN_PAGES;
+    const size_t at = head(page), to = next <= last / PAGE ? head(next) : at;
+    run.k[i] = k + at * a.head_dim * PAGE, run.next_k[i] = k + to * a.head_dim * PAGE;
+    run.v[i] = v + at * PAGE * a.v_stride, run.next_v[i] = v + to * PAGE * a.v_stride;
   }
-  return n;
+  return run;
+}
+
+template <class KV>
+static TM_INLINE Run<float, false> convert_run(const AttentionArgs& a, const Run<KV, true>& run, float* k, float* v) {
+  Run<float, false> out;
+  out.start = run.start, out.pages = run.pages;
+  for (int page = 0; page < run.pages; page++) {
+    const int k_size = a.head_dim * PAGE, v_size = a.v_stride * PAGE;
+    for (int i = 0; i < k_size; i += W) store(k + page * k_size + i, load_kv(run.k[page] + i));
+    for (int i = 0; i < v_size; i += W) store(v + page * v_size + i, load_kv(run.v[page] + i));
+    out.k[page] = out.next_k[page] = k + page * k_size, out.v[page] = out.next_v[page] = v + page * v_size;
+  }
+  return out;
 }
 
 static void write_out(const AttentionArgs& a, float* out, const float* total, float sum) {
@@ -209,101 +237,94 @@ static void write_out(const AttentionArgs& a, float* out, const float* total, fl
   for (int d = 0; d < a.head_dim; d++) out[d] = total[d] * inverse;
 }
 
-template <class KV>
-static void attention(const AttentionArgs& a, int row0, int row1, int position0, int kv_head, float* scratch) {
-  const int group = a.n_heads / a.n_kv_heads, tokens = row1 - row0;
-  float* k_run = scratch;
-  float* v_run = k_run + size_t(RUN) * a.head_dim;
-  float* p = v_run + size_t(RUN) * a.v_stride;
-  Head heads[ATTENTION_TOKENS * 16];
-  // Groups of more than 16 heads are worked 16 at a time.
-  for (int g0 = 0; g0 < group; g0 += 16) {
-    const int g_n = group - g0 < 16 ? group - g0 : 16;
-    float* at = p;
-    int first = 1 << 30;
-    for (int t = 0; t < tokens; t++)
-      for (int g = 0; g < g_n; g++) {
-        Head& h = heads[t * g_n + g];
-        const float* q = a.q + (size_t(row0 + t) * a.n_heads + kv_head * group + g0 + g) * a.head_dim;
-        h.q = at, at += a.head_dim;
-        h.segment_out = at, at += a.v_stride;
-        h.total_out = at, at += a.v_stride;
-        h.scores = at, at += RUN;
-        for (int d = 0; d < a.head_dim; d++) h.q[d] = q[d] * a.scale;
-        h.total_max = NEG_INF;
-        h.total_sum = 0;
-        std::memset(h.total_out, 0, sizeof(float) * a.v_stride);
-        see(h, a, position0 + t);
-        if (h.first < first) first = h.first;
-      }
-    const int last = position0 + tokens - 1;
-    for (int segment = first / SEGMENT * SEGMENT; segment <= last; segment += SEGMENT) {
-      for (int i = 0; i < tokens * g_n; i++) begin_segment(heads[i], a.v_stride);
-      for (int run = segment; run < segment + SEGMENT && run <= last; run += RUN) {
-        if (run + RUN <= first) continue;
-        const KV *k_pages[RUN_PAGES], *v_pages[RUN_PAGES];
-        int n_pages = run_pages(a, kv_head, run, last, k_pages, v_pages);
-        if (tokens > 1) {
-          for (int page = 0; page < n_pages; page++) {
-            for (int i = 0; i < a.head_dim * PAGE; i += W)
-              store(k_run + size_t(page) * a.head_dim * PAGE + i, load_kv(k_pages[page] + i));
-            for (int i = 0; i < a.v_stride * PAGE; i += W)
-              store(v_run + size_t(page) * a.v_stride * PAGE + i, load_kv(v_pages[page] + i));
-          }
-        }
-        for (int t = 0; t < tokens; t++) {
-          Head* row = heads + t * g_n;
-          if (row->last < run || row->first >= run + RUN) continue;
-          for (int g = 0; g < g_n; g += Q_BLOCK) {
-            Head* block[Q_BLOCK];
-            int b = g_n - g < Q_BLOCK ? g_n - g : Q_BLOCK;
-            for (int i = 0; i < b; i++) block[i] = row + g + i;
-            if (tokens > 1)
-              run_heads<false, KV>(a, block, b, run, n_pages, k_run, v_run, nullptr, nullptr);
-            else
-              run_heads<true>(a, block, b, run, n_pages, nullptr, nullptr, k_pages, v_pages);
-          }
-        }
-      }
-      for (int i = 0; i < tokens * g_n; i++) end_segment(heads[i], a.v_stride);
+// Heads [g0, g0 + heads) of kv_head's group for tokens [row0, row0 + tokens) of the step at positions position0..:
+// their arrays laid out in scratch, their queries scaled. `out` of the segment is given or, if null, in scratch too.
+static TM_INLINE Rows begin_rows(const AttentionArgs& a, Row* row, int row0, int tokens, int position0, int kv_head,
+                                 int g0, int heads, float* scratch, float* out) {
+  const int n = tokens * heads, padded = (n + BLOCK - 1) / BLOCK * BLOCK, group = a.n_heads / a.n_kv_heads;
+  Rows rows;
+  rows.row = row;
+  rows.scores = scratch, scratch += BLOCK * RUN;
+  rows.sums = scratch, scratch += size_t(n) * PANEL;
+  rows.q = scratch, scratch += size_t(padded) * a.head_dim;
+  rows.total = scratch, scratch += size_t(n) * a.v_stride;
+  rows.out = out ? out : scratch;
+  for (int r = 0; r < n; r++) {
+    const int position = position0 + r / heads;
+    const float* q = a.q + (size_t(row0 + r / heads) * a.n_heads + kv_head * group + g0 + r % heads) * a.head_dim;
+    float* to = rows.q + size_t(r / BLOCK) * BLOCK * a.head_dim + r % BLOCK;
+    for (int d = 0; d < a.head_dim; d++) to[d * BLOCK] = q[d] * a.scale;
+    row[r] = {NEG_INF, NEG_INF, 0, a.window > 0 && position >= a.window ? position - a.window + 1 : 0, position};
+  }
+  return rows;
+}
+
+static TM_INLINE void begin_segment(const AttentionArgs& a, const Rows& rows, int n) {
+  for (int r = 0; r < n; r++) rows.row[r].reference = NEG_INF;
+  std::memset(rows.sums, 0, sizeof(float) * n * PANEL);
+  std::memset(rows.out, 0, sizeof(float) * n * a.v_stride);
+}
+
+static TM_INLINE void end_segment(const AttentionArgs& a, const Rows& rows, int n) {
+  for (int r = 0; r < n; r++) {
+    Row& row = rows.row[r];
+    if (row.reference == NEG_INF) continue;
+    const float sum = sum_lanes(rows.sums + size_t(r) * PANEL);
+    float *out = rows.out + size_t(r) * a.v_stride, *total = rows.total + size_t(r) * a.v_stride;
+    if (row.total_max == NEG_INF) {
+      row.total_max = row.reference, row.total_sum = sum;
+      std::memcpy(total, out, sizeof(float) * a.v_stride);
+    } else {
+      merge(row.total_max, row.total_sum, total, row.reference, sum, out, a.v_stride);
     }
-    for (int t = 0; t < tokens; t++)
-      for (int g = 0; g < g_n; g++) {
-        Head& h = heads[t * g_n + g];
-        write_out(a, a.out + (size_t(row0 + t) * a.n_heads + kv_head * group + g0 + g) * a.head_dim, h.total_out,
-                  h.total_sum);
-      }
   }
 }
 
 template <class KV>
-static void attention_segment(const AttentionArgs& a, int row, int position, int kv_head, int segment, float* partial,
+static void attention(const AttentionArgs& a, int row0, int row1, int position0, int kv_head, float* scratch) {
+  const int group = a.n_heads / a.n_kv_heads, tokens = row1 - row0, last = position0 + tokens - 1;
+  float *k = scratch, *v = k + size_t(RUN) * a.head_dim;
+  Row row[ATTENTION_TOKENS * ATTENTION_HEADS];
+  for (int g0 = 0; g0 < group; g0 += ATTENTION_HEADS) {
+    const int heads = group - g0 < ATTENTION_HEADS ? group - g0 : ATTENTION_HEADS, n = tokens * heads;
+    const Rows rows =
+        begin_rows(a, row, row0, tokens, position0, kv_head, g0, heads, v + size_t(RUN) * a.v_stride, nullptr);
+    for (int segment = row[0].first / SEGMENT * SEGMENT; segment <= last; segment += SEGMENT) {
+      begin_segment(a, rows, n);
+      for (int start = segment; start < segment + SEGMENT && start <= last; start += RUN) {
+        int r0 = 0, r1 = n;  // rows that see something of the run
+        while (r0 < n && row[r0].last < start) r0++;
+        while (r1 > r0 && row[r1 - 1].first >= start + RUN) r1--;
+        if (r0 == r1) continue;
+        const Run<KV, true> run = find_run<KV>(a, kv_head, start, last);
+        if (tokens > 1)
+          run_rows(a, rows, r0, r1, convert_run(a, run, k, v));
+        else
+          run_rows(a, rows, r0, r1, run);
+      }
+      end_segment(a, rows, n);
+    }
+    for (int r = 0; r < n; r++)
+      write_out(a, a.out + (size_t(row0 + r / heads) * a.n_heads + kv_head * group + g0 + r % heads) * a.head_dim,
+                rows.total + size_t(r) * a.v_stride, row[r].total_sum);
+  }
+}
+
+template <class KV>
+static void attention_segment(const AttentionArgs& a, int row0, int position, int kv_head, int segment, float* partial,
                               SegmentState* states, float* scratch) {
-  const int group = a.n_heads / a.n_kv_heads;
-  for (int g0 = 0; g0 < group; g0 += Q_BLOCK) {
-    const int b = group - g0 < Q_BLOCK ? group - g0 : Q_BLOCK;
-    Head heads[Q_BLOCK];
-    Head* block[Q_BLOCK];
-    float* at = scratch;
-    for (int i = 0; i < b; i++) {
-      Head& h = heads[i];
-      block[i] = &h;
-      const float* q = a.q + (size_t(row) * a.n_heads + kv_head * group + g0 + i) * a.head_dim;
-      h.q = at, at += a.head_dim;
-      h.scores = at, at += RUN;
-      h.segment_out = partial + size_t(g0 + i) * a.v_stride;
-      for (int d = 0; d < a.head_dim; d++) h.q[d] = q[d] * a.scale;
-      see(h, a, position);
-      begin_segment(h, a.v_stride);
+  const int group = a.n_heads / a.n_kv_heads, begin = segment * SEGMENT;
+  Row row[ATTENTION_HEADS];
+  for (int g0 = 0; g0 < group; g0 += ATTENTION_HEADS) {
+    const int heads = group - g0 < ATTENTION_HEADS ? group - g0 : ATTENTION_HEADS;
+    const Rows rows =
+        begin_rows(a, row, row0, 1, position, kv_head, g0, heads, scratch, partial + size_t(g0) * a.v_stride);
+    begin_segment(a, rows, heads);
+    for (int start = begin; start < begin + SEGMENT && start <= position; start += RUN) {
+      if (start + RUN <= row[0].first) continue;
+      run_rows(a, rows, 0, heads, find_run<KV>(a, kv_head, start, position));
     }
-    int start = segment * SEGMENT, last = position;
-    for (int run = start; run < start + SEGMENT && run <= last; run += RUN) {
-      if (run + RUN <= heads[0].first) continue;
-      const KV *k_pages[RUN_PAGES], *v_pages[RUN_PAGES];
-      int n_pages = run_pages(a, kv_head, run, last, k_pages, v_pages);
-      run_heads<true>(a, block, b, run, n_pages, nullptr, nullptr, k_pages, v_pages);
-    }
-    for (int i = 0; i < b; i++) states[g0 + i] = {heads[i].max, heads[i].sum};
+    for (int r = 0; r < heads; r++) states[g0 + r] = {row[r].reference, sum_lanes(rows.sums + size_t(r) * PANEL)};
   }
 }
 

@@ -51,8 +51,7 @@ int Executor::add_weight(const std::string& format, int rows, int cols, const We
     const int end = std::min(w.panels, first + slab);
     std::atomic<int> next{first};
     pool_.run([&](int) {
-      for (int p; (p = next.fetch_add(1)) < end;)
-        pack_panel(format, w, from, p, packed + p * w.panel_bytes);
+      for (int p; (p = next.fetch_add(1)) < end;) pack_panel(format, w, from, p, packed + p * w.panel_bytes);
     });
     release_pages(from, size_t(end) * PANEL * stride);
   }
@@ -95,6 +94,7 @@ int Executor::add_slot(int dim, bool on_logit_rows, int quantised) {
 void Executor::ready(int logits_slot) {
   logits_slot_ = logits_slot;
   size_t scratch = 0;
+  for (const PackedWeight& w : weights_) scratch = std::max(scratch, linear_scratch(w.cols) / sizeof(float));
   for (OpNode& op : ops_) {
     if (op.kind == OpKind::ATTENTION) {
       const KVLayer& l = kv_[op.ints[0]];
@@ -173,7 +173,7 @@ void Executor::run(const StepArrays& step, const SamplingArrays* sampling) {
           for (size_t k = i; k < end; k++) run_row(ops_[k], step, row, rows);
         });
       else if (op.kind == OpKind::LINEAR)
-        run_linear(op, rows, phase);
+        run_linear(op, rows, tid, phase);
       else if (op.kind == OpKind::ACT_MUL)
         run_act_mul(op, rows, phase);
       else
@@ -223,7 +223,7 @@ void Executor::run_row(const OpNode& op, const StepArrays& step, int row, int ro
   if (op.quant_out) kernels_->quantise(at(out), 0, out.dim, out.dim, row, rows, out.quant);
 }
 
-void Executor::run_linear(const OpNode& op, int rows, int& phase) {
+void Executor::run_linear(const OpNode& op, int rows, int tid, int& phase) {
   const Slot& in = slots_[op.in[0]];
   int panels = 0;
   for (int w : op.weights) panels += weights_[w].panels;
@@ -236,8 +236,9 @@ void Executor::run_linear(const OpNode& op, int rows, int& phase) {
         const PackedWeight& w = weights_[op.weights[i]];
         if (first < w.panels) {
           const float* residual = op.in.size() > 1 ? slots_[op.in[1]].data : nullptr;
-          kernels_->linear({&w, in.data, in.quant, residual, slots_[op.out[i]].data, rows}, first,
-                           std::min(last, w.panels));
+          kernels_->linear({&w, in.data, in.quant, residual, slots_[op.out[i]].data, rows,
+                            reinterpret_cast<uint8_t*>(scratch_[tid])},
+                           first, std::min(last, w.panels));
         }
         first = std::max(0, first - w.panels), last -= w.panels;
       }

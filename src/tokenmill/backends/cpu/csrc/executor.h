@@ -82,7 +82,7 @@ class Executor {
   };
 
   void run_row(const OpNode& op, const StepArrays& step, int row, int rows);
-  void run_linear(const OpNode& op, int rows, int& phase);
+  void run_linear(const OpNode& op, int rows, int tid, int& phase);
   void run_act_mul(const OpNode& op, int rows, int& phase);
   void run_attention(OpNode& op, const StepArrays& step, int tid, int& phase);
   void plan_attention(const StepArrays& step);
@@ -105,7 +105,7 @@ class Executor {
   std::vector<OpNode> ops_;
   std::vector<size_t> chain_end_;  // of each op, the end of the run of row-wise ops it stands in
   std::vector<Sampler> samplers_;
-  std::vector<float*> scratch_;      // attention, one a thread
+  std::vector<float*> scratch_;      // of kernels, one a thread
   std::vector<float*> rope_tables_;  // one a ROPE op with tables of its own: (max_tokens, 2, half)
   std::vector<std::pair<const OpNode*, int>> rope_ops_;
   std::unique_ptr<std::atomic<int>[]> counters_;

@@ -45,7 +45,7 @@ constexpr size_t group_bytes(Codes c, bool f32, int halves, bool has_min) {
 
 // Activations quantised by groups of 32 features, or 16 where `fine`: x ~ scale * q, q in [-127, 127].
 // Tokens stand in tiles of the kernels' width (the last one ragged), so that a kernel walks one pointer:
-//   q        [tile][feature / 4][token of the tile][4]
+//   q        [tile][feature / 32][token of the tile][32]
 //   others   [tile][group][token of the tile]
 struct QuantRows {
   int8_t* q;
@@ -62,7 +62,11 @@ struct LinearArgs {
   const float* residual;  // (tokens, rows) or null
   float* out;             // (tokens, rows)
   int tokens;
+  uint8_t* scratch;  // linear_scratch(cols) bytes of this thread's own, 64-byte aligned
 };
+
+// A panel of 8-bit codes with f32 scales and mins.
+constexpr size_t linear_scratch(int cols) { return size_t(cols) / GROUP * group_bytes(Codes::U8, true, 1, true); }
 
 // One request's part of an attention op.
 struct AttentionArgs {
@@ -76,7 +80,8 @@ struct AttentionArgs {
   float scale, softcap;
 };
 
-// What a segment of positions gives one (token, head): softmax maximum, sum of exponentials, unnormalised output.
+// What a segment of positions gives one (token, head), beside the unnormalised output: what its exponentials are
+// relative to, and their sum.
 struct SegmentState {
   float max, sum;
 };
@@ -121,12 +126,14 @@ struct KernelTable {
   } ceilings;
 };
 
-constexpr int ATTENTION_TOKENS = 16;  // tokens of a request that share each K and V page once converted
+constexpr int ATTENTION_TOKENS = 32;  // tokens of a request that share each K and V page once converted
+constexpr int ATTENTION_HEADS = 16;   // heads of a group worked at once
+constexpr int ATTENTION_BLOCK = 6;    // (token, head) rows whose sums stand in registers together
 // floats of scratch a thread needs for attention
 inline size_t attention_scratch(int group, int head_dim, int v_stride) {
-  size_t rows = size_t(group) * ATTENTION_TOKENS;
-  return size_t(RUN) * head_dim + size_t(RUN) * v_stride        // K and V of a run, f32
-         + rows * (2 * size_t(v_stride) + head_dim + RUN + 8);  // segment and total outputs, scaled q, scores, states
+  size_t rows = size_t(group < ATTENTION_HEADS ? group : ATTENTION_HEADS) * ATTENTION_TOKENS + ATTENTION_BLOCK;
+  return size_t(RUN) * (head_dim + v_stride)  // K and V of a run, f32
+         + rows * (2 * size_t(v_stride) + head_dim + PANEL) + size_t(ATTENTION_BLOCK) * RUN;
 }
 
 const KernelTable* select_kernels(const char* isa);  // null isa: the best of this machine; null if it cannot run

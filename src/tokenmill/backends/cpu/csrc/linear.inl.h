@@ -12,11 +12,10 @@ namespace mill::TM_NS {
 
 constexpr int SUBS = PANEL / W;  // vectors that make one panel
 constexpr int PREFETCH = 2048;   // bytes ahead: panels follow each other in memory
+constexpr int WIDE_PASSES = 2;   // more tiles of tokens than this make it pay to widen 4-bit codes first
 
 #if TM_AVX512
 constexpr int TILE = 8;  // tokens that share one unpacking of a weight panel
-#elif TM_NEON
-constexpr int TILE = 4;
 #else
 constexpr int TILE = 4;
 #endif
@@ -32,15 +31,33 @@ static TM_INLINE int load_i32(const int8_t* p) {
 static TM_INLINE void dot4(vi& sum, vi w, const int8_t* x) {
   asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(w), "m"(*(const int32_t*)x));
 }
+#elif TM_AVX2
+// In assembly, because gcc would reorder the sums and spill half of them.
+// sum, in 16 bits, += the products of unsigned weights and the four signed activations at x, by pairs
+static TM_INLINE void pairs16(vi& sum, vi w, const int8_t* x) {
+  vi t;
+  asm("vpbroadcastd %3, %1\n\tvpmaddubsw %1, %2, %1\n\tvpaddw %1, %0, %0"
+      : "+x"(sum), "=&x"(t)
+      : "x"(w), "m"(*(const int32_t*)x));
+}
+
+// sum += the products of signed weights, given with their magnitudes, and the four activations at x
+static TM_INLINE void dot_signed(vi& sum, vi w, vi magnitude, vi ones, const int8_t* x) {
+  vi t;
+  asm("vpbroadcastd %5, %1\n\tvpsignb %2, %1, %1\n\tvpmaddubsw %1, %3, %1\n\tvpmaddwd %4, %1, %1\n\tvpaddd %1, %0, %0"
+      : "+x"(sum), "=&x"(t)
+      : "x"(w), "x"(magnitude), "x"(ones), "m"(*(const int32_t*)x));
+}
 #endif
 
 // dot[h][t] += the dot product of TN tokens with one group of a sub-panel's codes; with PARTS == 2 part h is features
 // 16 h .. 16 h + 15, with PARTS == 1 all 32.
-//   codes: the group, advanced to the sub-panel; step j is at + 64 j.  x: the group in tile order
-template <Codes C, int ZERO, int PARTS, int TN>
+//   codes: the group, advanced to the sub-panel; step j is at + 64 j.  x: the group of the first token
+//   BITS: of a code, which a byte may hold all the same
+template <Codes C, int BITS, int ZERO, int PARTS, int TN>
 static TM_INLINE void group_dot(const uint8_t* codes, const int8_t* x, vi (&dot)[PARTS][TN]) {
   constexpr int HI = PARTS - 1;  // the part of features 16 to 31
-  auto at = [x](int step, int t) { return x + 4 * (step * TN + t); };
+  auto at = [x](int step, int t) { return x + GROUP * t + 4 * step; };
 #if TM_AVX512
   if constexpr (C == Codes::U4) {
     const __m512i low = _mm512_set1_epi8(15);
@@ -63,21 +80,24 @@ static TM_INLINE void group_dot(const uint8_t* codes, const int8_t* x, vi (&dot)
   }
 #elif TM_AVX2
   const __m256i ones = _mm256_set1_epi16(1);
-  if constexpr (C == Codes::U4) {
+  auto row = [codes](int j) { return _mm256_loadu_si256((const __m256i*)(codes + 64 * j)); };
+  if constexpr (BITS == 4) {
     // Pairs are at most 2 * 15 * 127, so eight of them fit in 16 bits before they are widened.
     const __m256i low = _mm256_set1_epi8(15);
     vi sum16[PARTS][TN];
+    for (int h = 0; h < PARTS; h++)
+      for (int t = 0; t < TN; t++) sum16[h][t] = splat(0);
 #pragma GCC unroll 4
     for (int j = 0; j < 4; j++) {
-      __m256i both = _mm256_loadu_si256((const __m256i*)(codes + 64 * j));
-      __m256i lo = _mm256_and_si256(both, low), hi = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
-      for (int t = 0; t < TN; t++) {
-        vi p = _mm256_maddubs_epi16(lo, splat(load_i32(at(j, t))));
-        vi r = _mm256_maddubs_epi16(hi, splat(load_i32(at(4 + j, t))));
-        if (PARTS == 1) p = _mm256_add_epi16(p, r);
-        sum16[0][t] = j ? _mm256_add_epi16(sum16[0][t], p) : p;
-        if (PARTS == 2) sum16[HI][t] = j ? _mm256_add_epi16(sum16[HI][t], r) : r;
-      }
+      __m256i lo = row(j), hi;
+      if constexpr (C == Codes::U4)
+        hi = _mm256_and_si256(_mm256_srli_epi16(lo, 4), low), lo = _mm256_and_si256(lo, low);
+      else
+        hi = row(4 + j);
+#pragma GCC unroll 4
+      for (int t = 0; t < TN; t++) pairs16(sum16[0][t], lo, at(j, t));
+#pragma GCC unroll 4
+      for (int t = 0; t < TN; t++) pairs16(sum16[HI][t], hi, at(4 + j, t));
     }
     for (int h = 0; h < PARTS; h++)
       for (int t = 0; t < TN; t++) dot[h][t] = _mm256_add_epi32(dot[h][t], _mm256_madd_epi16(sum16[h][t], ones));
@@ -86,25 +106,21 @@ static TM_INLINE void group_dot(const uint8_t* codes, const int8_t* x, vi (&dot)
     const __m256i top = _mm256_set1_epi8(char(0x80));
 #pragma GCC unroll 8
     for (int j = 0; j < 8; j++) {
-      __m256i w = _mm256_xor_si256(_mm256_loadu_si256((const __m256i*)(codes + 64 * j)), top);
-      __m256i mag = _mm256_abs_epi8(w);
-      for (int t = 0; t < TN; t++) {
-        vi p = _mm256_maddubs_epi16(mag, _mm256_sign_epi8(splat(load_i32(at(j, t))), w));
-        vi& d = dot[j < 4 ? 0 : HI][t];
-        d = _mm256_add_epi32(d, _mm256_madd_epi16(p, ones));
-      }
+      __m256i w = _mm256_xor_si256(row(j), top), mag = _mm256_abs_epi8(w);
+#pragma GCC unroll 4
+      for (int t = 0; t < TN; t++) dot_signed(dot[j < 4 ? 0 : HI][t], w, mag, ones, at(j, t));
     }
   } else {
     // Codes of at most 6 bits: two pairs, 4 * 63 * 127, fit in 16 bits.
 #pragma GCC unroll 4
     for (int j = 0; j < 8; j += 2) {
-      __m256i w0 = _mm256_loadu_si256((const __m256i*)(codes + 64 * j));
-      __m256i w1 = _mm256_loadu_si256((const __m256i*)(codes + 64 * j + 64));
+      __m256i w0 = row(j), w1 = row(j + 1);
+#pragma GCC unroll 4
       for (int t = 0; t < TN; t++) {
-        vi p = _mm256_add_epi16(_mm256_maddubs_epi16(w0, splat(load_i32(at(j, t)))),
-                                _mm256_maddubs_epi16(w1, splat(load_i32(at(j + 1, t)))));
+        vi sum16 = _mm256_maddubs_epi16(w0, splat(load_i32(at(j, t))));
+        pairs16(sum16, w1, at(j + 1, t));
         vi& d = dot[j < 4 ? 0 : HI][t];
-        d = _mm256_add_epi32(d, _mm256_madd_epi16(p, ones));
+        d = _mm256_add_epi32(d, _mm256_madd_epi16(sum16, ones));
       }
     }
   }
@@ -183,13 +199,19 @@ static TM_INLINE void store_panel(const LinearArgs& a, int row, int token, const
   }
 }
 
+// What a pass over a panel brings near for the passes to come: `bytes` of each group's time, one after the other.
+struct Ahead {
+  const uint8_t* from;
+  size_t bytes;
+};
+
+// TN tokens from `token` on, all in one tile, against one panel, whose groups are at `base`.
 // PARTS: how many pieces of a group have activation scales of their own; HALVES: how many weight scales.
-template <Codes C, bool F32, bool MIN, int HALVES, int ZERO, int PARTS, int TN>
-static void quant_tile(const LinearArgs& a, int panel, int token) {
+template <Codes C, int BITS, bool F32, bool MIN, int HALVES, int ZERO, int PARTS, int TN>
+static void quant_tile(const LinearArgs& a, int panel, int token, const uint8_t* base, Ahead ahead) {
   static_assert(PARTS >= HALVES);
   const PackedWeight& w = *a.weight;
   const int groups = w.cols / GROUP;
-  const uint8_t* base = w.data + size_t(panel) * w.panel_bytes;
   constexpr size_t CODES = codes_bytes(C), SCALES = scale_bytes(F32, HALVES), STRIDE = group_bytes(C, F32, HALVES, MIN);
   const size_t first = size_t(token) * groups * PARTS;
   float tile[TN][PANEL];
@@ -200,13 +222,14 @@ static void quant_tile(const LinearArgs& a, int panel, int token) {
     const int8_t* x = a.xq.q + size_t(token) * w.cols;
     const float *xs = a.xq.scale + first, *scaled = a.xq.scaled + first;
     const int32_t* neg_sum = a.xq.neg_sum + first;
+    size_t near = 0, next = 0;
     for (int g = 0; g < groups; g++) {
       if (s == 0)
-        for (size_t i = 0; i < STRIDE; i += 64) __builtin_prefetch(group + i + PREFETCH);
+        for (next += ahead.bytes; near < next; near += 64) __builtin_prefetch(ahead.from + near);
       vi dot[PARTS][TN];
       for (int h = 0; h < PARTS; h++)
         for (int t = 0; t < TN; t++) dot[h][t] = correction<ZERO>(neg_sum + h * TN + t);
-      group_dot<C, ZERO, PARTS, TN>(group + s * W * 4, x, dot);
+      group_dot<C, BITS, ZERO, PARTS, TN>(group + s * W * 4, x, dot);
       for (int h = 0; h < PARTS; h++) {
         const size_t index = (HALVES == 2 ? h * PANEL : 0) + s * W;
         vf scale = load_scale<F32>(group + CODES, index);
@@ -224,6 +247,18 @@ static void quant_tile(const LinearArgs& a, int panel, int token) {
   for (int t = 0; t < TN; t++) store_panel(a, panel * PANEL, token + t, tile[t]);
 }
 
+// A panel of 4-bit codes as one of 8-bit codes with f32 scales: worth it where many tiles of tokens read it.
+template <bool F32, bool MIN>
+static void widen_panel(const PackedWeight& w, const uint8_t* group, uint8_t* to) {
+  constexpr size_t CODES = codes_bytes(Codes::U4), WIDE = codes_bytes(Codes::U8);
+  for (int g = 0; g < w.cols / GROUP; g++) {
+    for (size_t i = 0; i < CODES; i++) to[i] = group[i] & 15, to[CODES + i] = group[i] >> 4;
+    for (int i = 0; i < (MIN ? 2 : 1) * PANEL; i += W)
+      store(reinterpret_cast<float*>(to + WIDE) + i, load_scale<F32>(group + CODES, i));
+    group += group_bytes(Codes::U4, F32, 1, MIN), to += group_bytes(Codes::U8, true, 1, MIN);
+  }
+}
+
 template <Codes C>
 static TM_INLINE vf load_weight(const uint8_t* p, size_t index) {
   if constexpr (C == Codes::F32) return load((const float*)p + index);
@@ -232,9 +267,8 @@ static TM_INLINE vf load_weight(const uint8_t* p, size_t index) {
 }
 
 template <Codes C, int TN>
-static void float_tile(const LinearArgs& a, int panel, int token) {
+static void float_tile(const LinearArgs& a, int panel, int token, const uint8_t* base, Ahead) {
   const PackedWeight& w = *a.weight;
-  const uint8_t* base = w.data + size_t(panel) * w.panel_bytes;
   const float* x = a.x + size_t(token) * w.cols;
   float tile[TN][PANEL];
   constexpr int PAIR = SUBS == 1 ? 1 : 2;  // vectors worked at once, as registers allow
@@ -256,44 +290,77 @@ static void float_tile(const LinearArgs& a, int panel, int token) {
   for (int t = 0; t < TN; t++) store_panel(a, panel * PANEL, token + t, tile[t]);
 }
 
-using TileFn = void (*)(const LinearArgs&, int panel, int token);
+using TileFn = void (*)(const LinearArgs&, int panel, int token, const uint8_t* base, Ahead ahead);
 
-// Tokens in blocks whose activations stay in the second-level cache, panels outside tokens inside a block.
-static void run_tiles(const LinearArgs& a, int panel0, int panel1, const TileFn (&tiles)[TILE]) {
-  const int block = a.weight->layout.quantised() ? 512 : 64;
+// Tokens whose activations stay in the second-level cache while panels pass by; a multiple of TILE.
+static TM_INLINE int cached_tokens(const LinearArgs& a) {
+  const int bytes = a.weight->cols * (a.weight->layout.quantised() ? 1 : 4), n = (1 << 20) / bytes / 64 * 64;
+  return n < 64 ? 64 : n;
+}
+
+// How a kind of weight is worked: tiles[n - 1] for n tokens; or widen a panel, then `wide` for full tiles.
+struct Tiles {
+  TileFn tiles[TILE];
+  void (*widen)(const PackedWeight& w, const uint8_t* group, uint8_t* to);
+  TileFn wide;
+};
+
+// Panels outside tokens inside a block of tokens.
+static void run_tiles(const LinearArgs& a, int panel0, int panel1, const Tiles& k) {
+  const PackedWeight& w = *a.weight;
+  const int block = cached_tokens(a), groups = w.cols < GROUP ? 1 : w.cols / GROUP;
   for (int t0 = 0; t0 < a.tokens; t0 += block) {
-    int t1 = t0 + block < a.tokens ? t0 + block : a.tokens;
-    for (int panel = panel0; panel < panel1; panel++)
-      for (int t = t0; t < t1; t += TILE) tiles[(t1 - t < TILE ? t1 - t : TILE) - 1](a, panel, t);
+    const int t1 = t0 + block < a.tokens ? t0 + block : a.tokens, passes = (t1 - t0 + TILE - 1) / TILE;
+    for (int panel = panel0; panel < panel1; panel++) {
+      const uint8_t* base = w.data + size_t(panel) * w.panel_bytes;
+      const bool wide = k.widen && passes > WIDE_PASSES;
+      if (wide) k.widen(w, base, a.scratch);
+      for (int pass = 0; pass < passes; pass++) {
+        const int t = t0 + pass * TILE, n = t1 - t < TILE ? t1 - t : TILE;
+        // One pass reads its panel from memory as it goes; several share the next panel among them.
+        Ahead ahead{base + PREFETCH, w.panel_bytes / groups};
+        if (passes > 1)
+          ahead = {base + w.panel_bytes + w.panel_bytes / passes * pass,
+                   panel + 1 < panel1 ? w.panel_bytes / passes / groups : 0};
+        if (wide && n == TILE)
+          k.wide(a, panel, t, a.scratch, ahead);
+        else
+          k.tiles[n - 1](a, panel, t, base, ahead);
+      }
+    }
   }
 }
+
+#if TM_AVX512
+#define TM_TILES {TM_TILE(1), TM_TILE(2), TM_TILE(3), TM_TILE(4), TM_TILE(5), TM_TILE(6), TM_TILE(7), TM_TILE(8)}
+#else
+#define TM_TILES {TM_TILE(1), TM_TILE(2), TM_TILE(3), TM_TILE(4)}
+#endif
 
 template <Codes C, bool F32, bool MIN, int HALVES, int ZERO, int PARTS = HALVES>
 static void linear_quant(const LinearArgs& a, int panel0, int panel1) {
   if constexpr (PARTS == 1)
     if (a.xq.fine) return linear_quant<C, F32, MIN, HALVES, ZERO, 2>(a, panel0, panel1);
-#define TM_TILE(n) quant_tile<C, F32, MIN, HALVES, ZERO, PARTS, n>
-#if TM_AVX512
-  static constexpr TileFn tiles[TILE] = {TM_TILE(1), TM_TILE(2), TM_TILE(3), TM_TILE(4),
-                                         TM_TILE(5), TM_TILE(6), TM_TILE(7), TM_TILE(8)};
-#else
-  static constexpr TileFn tiles[TILE] = {TM_TILE(1), TM_TILE(2), TM_TILE(3), TM_TILE(4)};
-#endif
+  constexpr int BITS = C == Codes::U4 ? 4 : ZERO == 128 ? 8 : 6;
+#define TM_TILE(n) quant_tile<C, BITS, F32, MIN, HALVES, ZERO, PARTS, n>
+  if constexpr (C == Codes::U4) {
+    static_assert(HALVES == 1);
+    static constexpr Tiles kind = {TM_TILES, widen_panel<F32, MIN>,
+                                   quant_tile<Codes::U8, BITS, true, MIN, HALVES, ZERO, PARTS, TILE>};
+    run_tiles(a, panel0, panel1, kind);
+  } else {
+    static constexpr Tiles kind = {TM_TILES, nullptr, nullptr};
+    run_tiles(a, panel0, panel1, kind);
+  }
 #undef TM_TILE
-  run_tiles(a, panel0, panel1, tiles);
 }
 
 template <Codes C>
 static void linear_float(const LinearArgs& a, int panel0, int panel1) {
 #define TM_TILE(n) float_tile<C, n>
-#if TM_AVX512
-  static constexpr TileFn tiles[TILE] = {TM_TILE(1), TM_TILE(2), TM_TILE(3), TM_TILE(4),
-                                         TM_TILE(5), TM_TILE(6), TM_TILE(7), TM_TILE(8)};
-#else
-  static constexpr TileFn tiles[TILE] = {TM_TILE(1), TM_TILE(2), TM_TILE(3), TM_TILE(4)};
-#endif
+  static constexpr Tiles kind = {TM_TILES, nullptr, nullptr};
+  run_tiles(a, panel0, panel1, kind);
 #undef TM_TILE
-  run_tiles(a, panel0, panel1, tiles);
 }
 
 static void linear(const LinearArgs& a, int p0, int p1) {
@@ -363,18 +430,21 @@ static void unpack_row(const PackedWeight& w, int row, float scale, float* out) 
 static void quantise(const float* x, int k0, int n, int dim, int token, int tokens, const QuantRows& out) {
   const int run = out.fine ? 16 : GROUP, tile = token / TILE * TILE, lane = token - tile;
   const int width = tokens - tile < TILE ? tokens - tile : TILE;
-  int8_t* q = out.q + size_t(tile) * dim + 4 * lane;
+  int8_t* q = out.q + size_t(tile) * dim + lane * GROUP;
   const size_t first = size_t(tile) * (dim / run) + lane;
   for (int k = k0; k < k0 + n; k += run, x += run) {
     vi m = splat(0);
     for (int i = 0; i < run; i += W) m = vmax(bits(vabs(load(x + i))), m);
-    const float top = reduce_max_abs(m), s = (top - top) + top / 127.0f, inverse = top > 0 ? 127.0f / top : 0.0f;
-    int8_t row[GROUP];
-    for (int i = 0; i < run; i += W) store_i8(row + i, to_int(mul(load(x + i), splat(inverse))));
-    int sum = 0;
-    for (int i = 0; i < run; i++) sum += row[i];
-    for (int i = 0; i < run; i += 4) std::memcpy(q + size_t(k + i) * width, row + i, 4);
-    size_t at = first + size_t(k / run) * width;
+    const float top = reduce_max_abs(m), s = (top - top) + top / 127.0f, inverse = top > 1e-35f ? 127.0f / top : 0.0f;
+    int8_t* row = q + size_t(k / GROUP) * width * GROUP + k % GROUP;
+    vi total = splat(0);
+    for (int i = 0; i < run; i += W) {
+      vi r = to_int(mul(load(x + i), splat(inverse)));
+      store_i8(row + i, r);
+      total = add(total, r);
+    }
+    const int sum = reduce_add(total);
+    const size_t at = first + size_t(k / run) * width;
     out.scale[at] = s, out.neg_sum[at] = -sum, out.scaled[at] = s * float(sum);
   }
 }

@@ -81,6 +81,7 @@ static TM_INLINE vf vmin(vf a, vf b) { return _mm512_min_ps(a, b); }
 static TM_INLINE vf vabs(vf a) { return _mm512_abs_ps(a); }
 static TM_INLINE vf to_float(vi a) { return _mm512_cvtepi32_ps(a); }
 static TM_INLINE vi to_int(vf a) { return _mm512_cvtps_epi32(a); }
+static TM_INLINE vi add(vi a, vi b) { return _mm512_add_epi32(a, b); }
 static TM_INLINE vf load_f16(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 static TM_INLINE void store_f16(uint16_t* p, vf v) {
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
@@ -115,6 +116,7 @@ static TM_INLINE vf vmin(vf a, vf b) { return _mm256_min_ps(a, b); }
 static TM_INLINE vf vabs(vf a) { return _mm256_andnot_ps(splat(-0.0f), a); }
 static TM_INLINE vf to_float(vi a) { return _mm256_cvtepi32_ps(a); }
 static TM_INLINE vi to_int(vf a) { return _mm256_cvtps_epi32(a); }
+static TM_INLINE vi add(vi a, vi b) { return _mm256_add_epi32(a, b); }
 static TM_INLINE vf load_f16(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
 static TM_INLINE void store_f16(uint16_t* p, vf v) {
   _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
@@ -156,6 +158,7 @@ static TM_INLINE vf vmin(vf a, vf b) { return vminq_f32(a, b); }
 static TM_INLINE vf vabs(vf a) { return vabsq_f32(a); }
 static TM_INLINE vf to_float(vi a) { return vcvtq_f32_s32(a); }
 static TM_INLINE vi to_int(vf a) { return vcvtnq_s32_f32(a); }
+static TM_INLINE vi add(vi a, vi b) { return vaddq_s32(a, b); }
 static TM_INLINE vf load_f16(const uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
 static TM_INLINE void store_f16(uint16_t* p, vf v) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(v))); }
 static TM_INLINE vf load_bf16(const uint16_t* p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
@@ -197,6 +200,7 @@ static TM_INLINE vi to_int(vf a) {
   for (int i = 0; i < W; i++) r[i] = std::abs(a[i]) < 2e9f ? int(lrintf(a[i])) : int(0x80000000);
   return r;
 }
+static TM_INLINE vi add(vi a, vi b) { return a + b; }
 static TM_INLINE vf load_f16(const uint16_t* p) {
   return vf{f16_to_f32_bits(p[0]), f16_to_f32_bits(p[1]), f16_to_f32_bits(p[2]), f16_to_f32_bits(p[3])};
 }
@@ -216,12 +220,37 @@ static TM_INLINE void store_i8(int8_t* p, vi v) {
 // The largest |x| of lanes whose bits(|x|) are given: as integers they keep their order, and infinities and what is not
 // a number come out on top instead of vanishing.
 static TM_INLINE float reduce_max_abs(vi v) {
+#if TM_AVX512
+  const int32_t top = _mm512_reduce_max_epi32(v);
+#else
   int32_t t[W], top = 0;
   std::memcpy(t, &v, sizeof t);
   for (int i = 0; i < W; i++) top = t[i] > top ? t[i] : top;
+#endif
   float f;
   std::memcpy(&f, &top, 4);
   return f;
+}
+
+static TM_INLINE int reduce_add(vi v) {
+#if TM_AVX512
+  return _mm512_reduce_add_epi32(v);
+#else
+  int32_t t[W], sum = 0;
+  std::memcpy(t, &v, sizeof t);
+  for (int i = 0; i < W; i++) sum += t[i];
+  return sum;
+#endif
+}
+
+static TM_INLINE bool any_above(vf v, float limit) {
+#if TM_AVX512
+  return _mm512_cmp_ps_mask(v, splat(limit), _CMP_GT_OQ);
+#elif TM_AVX2
+  return _mm256_movemask_ps(_mm256_cmp_ps(v, splat(limit), _CMP_GT_OQ));
+#else
+  return reduce_max(v) > limit;
+#endif
 }
 
 // Sum of lanes by halving, the same tree on every instruction set with the same W.
