@@ -89,7 +89,14 @@ def engine_panels(result: dict[str, Any]) -> dict[str, dict[str, dict[str, float
     """For save_plot: a panel for each kind of case, a group of bars for each case: the limit and each engine."""
     panels: dict[str, dict[str, dict[str, float | None]]] = {}
     for row in result["medians"]:
-        label = row["case"].removeprefix("decode").removeprefix("prefill").lstrip(", ").replace(" at ", "\nat ")
+        label = (
+            row["case"]
+            .removeprefix("decode")
+            .removeprefix("prefill")
+            .lstrip(", ")
+            .replace(" tokens", "\ntokens")
+            .replace(": ", ":\n")
+        )
         for name in ("limit", *names_of(row)):
             if row.get(name) is not None:
                 panel = panels.setdefault(f"{row.get('panel', row['case'])}, tokens/s", {})
@@ -107,7 +114,10 @@ def print_kernels(result: dict[str, Any]) -> None:
 
 
 def save_plot(path: Path, panels: dict[str, dict[str, dict[str, float | None]]]) -> Path | None:
-    """Grouped bars, a panel each: {panel: {series: {group: value}}}. None where matplotlib is not installed."""
+    """Grouped bars, a panel each: {panel: {series: {group: value}}}. None where matplotlib is not installed.
+
+    A series has one colour in all panels; one called "limit" is drawn as an outline.
+    """
     try:
         import matplotlib
     except ImportError:
@@ -115,15 +125,25 @@ def save_plot(path: Path, panels: dict[str, dict[str, dict[str, float | None]]])
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(1, len(panels), figsize=(4.5 * len(panels), 3.6), squeeze=False)
+    names = list(dict.fromkeys(name for series in panels.values() for name in series))
+    colours = {name: f"C{i}" for i, name in enumerate(name for name in names if name != "limit")}
+    groups_of = {
+        title: list(dict.fromkeys(group for values in series.values() for group in values))
+        for title, series in panels.items()
+    }
+    widths = [max(3, len(groups_of[title]) * len(series) * 0.36) for title, series in panels.items()]
+    figure, axes = plt.subplots(1, len(panels), figsize=(sum(widths), 3.6), squeeze=False, width_ratios=widths)
     for axis, (title, series) in zip(axes[0], panels.items()):
-        groups = list(dict.fromkeys(group for values in series.values() for group in values))
-        width = 0.8 / len(series)
+        groups = groups_of[title]
+        width = 0.85 / len(series)
         for i, (name, values) in enumerate(series.items()):
             places = [g + (i - (len(series) - 1) / 2) * width for g in range(len(groups))]
-            bars = axis.bar(places, [values.get(group) or 0 for group in groups], width, label=name)
-            axis.bar_label(bars, fmt="%.4g", fontsize=7)
+            look = {"color": "none", "edgecolor": "grey"} if name == "limit" else {"color": colours[name]}
+            bars = axis.bar(places, [values.get(group) or 0 for group in groups], width, label=name, **look)
+            labels = [f"{v:,.0f}" if v >= 100 else f"{v:.3g}" for v in (values.get(group) or 0 for group in groups)]
+            axis.bar_label(bars, labels, fontsize=6)
         axis.set_xticks(range(len(groups)), groups, fontsize=8)
+        axis.tick_params(axis="y", labelsize=8)
         axis.set_title(title, fontsize=10)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0][0].legend(fontsize=8, frameon=False)

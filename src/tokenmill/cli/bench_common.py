@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+from ..config import EngineConfig
+
 RESULTS = Path("bench/results")
 
 
@@ -35,6 +37,16 @@ def reporting(function: Callable) -> Callable:
 
 def progress_lines(quiet: bool) -> Callable[[str], None]:
     return (lambda text: None) if quiet else (lambda text: click.echo(f"· {text}", err=True))
+
+
+def fetched(config: EngineConfig) -> EngineConfig:
+    """The config, its model on this machine: a download shows its own progress and is no part of what is measured."""
+    from ..weights.sources import resolve
+    from .progress import download_progress
+
+    with download_progress() as progress:
+        resolve(config.model, revision=config.revision, progress=progress)
+    return config
 
 
 def warn_if_busy(machine: dict[str, Any]) -> None:

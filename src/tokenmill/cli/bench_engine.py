@@ -12,7 +12,7 @@ import click
 
 from ..config import EngineConfig
 from ..errors import ConfigError
-from .bench_common import RESULTS, output_dir, progress_lines, quiet, reporting, say_where, warn_if_busy
+from .bench_common import RESULTS, fetched, output_dir, progress_lines, quiet, reporting, say_where, warn_if_busy
 from .options import config_from, options_of
 from .progress import download_progress
 
@@ -63,7 +63,7 @@ def _run(kind: str, cases: list, values: dict[str, Any]) -> None:
 
     try:
         result = engine.run_engine_bench(
-            config_from(EngineConfig, values),
+            fetched(config_from(EngineConfig, values)),
             cases,
             against=values["against"],
             peer_models=values["peer_models"],
@@ -146,7 +146,7 @@ def kernels(**values: Any) -> None:
     except ValueError:
         raise ConfigError(f"--tokens is {values['tokens']!r}; expected numbers, as 1,16,512") from None
     result = run_kernel_bench(
-        replace(config_from(EngineConfig, values), enable_prefix_caching=False),
+        replace(fetched(config_from(EngineConfig, values)), enable_prefix_caching=False),
         tokens=tokens,
         context=values["context"],
         repeat=values["repeat"],
