@@ -27,6 +27,7 @@ class EngineConfig:
     kv_cache_bytes: int | None = None  # None: a quarter of free memory, at most what max_num_seqs can use
     max_num_seqs: int = 64  # sequences running at once
     max_num_batched_tokens: int = 512  # token budget of a step
+    step_seconds: float = 0.1  # while answers are written, prompts are cut so that a step takes about so long
     max_waiting: int = 1024  # sequences queued; beyond it 429
     enable_prefix_caching: bool = True
     kv_cache_dtype: str = "float16"  # or float32: twice the memory, Transformers' logits to rounding
@@ -114,6 +115,8 @@ def resolve(config: EngineConfig, machine: Machine, model: ModelFacts) -> tuple[
         value = getattr(config, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}; it must be at least 1")
+    if not config.step_seconds > 0:
+        raise ConfigError(f"step_seconds is {config.step_seconds}; it must be above 0")
     if config.kv_cache_dtype not in KV_CACHE_BYTES:
         raise ConfigError(f"kv_cache_dtype is {config.kv_cache_dtype!r}; there are {', '.join(KV_CACHE_BYTES)}")
     decisions: list[Decision] = []
@@ -149,8 +152,9 @@ def resolve(config: EngineConfig, machine: Machine, model: ModelFacts) -> tuple[
     decisions.append(
         (
             "batching",
-            f"{config.max_num_batched_tokens} tokens a step, {config.max_num_seqs} sequences, "
-            f"{config.max_waiting} may wait; prefix cache {'on' if config.enable_prefix_caching else 'off'}",
+            f"{config.max_num_batched_tokens} tokens a step, about {config.step_seconds:g} s of them beside answers; "
+            f"{config.max_num_seqs} sequences, {config.max_waiting} may wait; "
+            f"prefix cache {'on' if config.enable_prefix_caching else 'off'}",
         )
     )
     return ResolvedEngine(config, max_model_len, num_pages, threads), decisions

@@ -8,6 +8,7 @@ from tests.support.drive import Ask, drive, make_engine
 from tokenmill.core import FinishReason, SamplingParams
 from tokenmill.engine.fake import FakeExecutor, expected
 from tokenmill.engine.messages import AbortRequest, AddRequest
+from tokenmill.engine.pace import SMALLEST_CHUNK, Pace
 from tokenmill.errors import ContextLengthExceeded, InvalidRequest, Overloaded
 from tokenmill.sampling.seeds import choice_seed
 
@@ -95,6 +96,47 @@ def everything(engine):
     raise AssertionError("no end")
 
 
+def test_prompts_are_cut_to_what_fits_into_a_step_while_others_are_answered():
+    """The fake device takes 0.2 ms a token: 0.05 s are 250 of them, less the step's own 2 ms."""
+    device = FakeExecutor(num_pages=400)
+    settings = dict(num_pages=400, budget=512, overlap=False, step_seconds=0.05, clock=device.clock)
+    engine = make_engine(device, **settings)
+    scheduler = engine.scheduler
+    add(engine, "first", prompts(1, 1024)[0], max_tokens=40)
+    assert next(chunks(engine)) == 512  # nobody waits
+    everything_until(engine, lambda: scheduler.running[0].num_output_tokens)
+    add(engine, "second", prompts(1, 1024, seed=1)[0], max_tokens=2)
+    taken = [next(chunks(engine)) for _ in range(3)]
+    assert all(200 <= count <= 250 for count in taken)
+    assert scheduler.running[0].num_output_tokens == 4
+    everything(engine)
+
+
+def test_the_smallest_chunk_is_one_that_the_device_computes_well():
+    pace = Pace(step_seconds=0.1)
+    assert pace.limit(512) == 512  # nothing is known yet
+    pace.observe(64, 10.0)  # mostly answers: says nothing of prompts
+    assert pace.limit(512) == 512
+    pace.observe(512, 5.0)
+    assert pace.limit(512) == SMALLEST_CHUNK and pace.limit(5) == 5
+    for _ in range(40):
+        pace.observe(512, 0.256)
+    assert 190 <= pace.limit(512) <= 200
+
+
+def chunks(engine):
+    """Tokens of each step's plan, as the device saw them."""
+    while True:
+        before = engine.runner.executor.num_tokens
+        engine.step()
+        yield engine.runner.executor.num_tokens - before
+
+
+def everything_until(engine, condition):
+    while not condition():
+        engine.step()
+
+
 # ---- prefixes (BC-034)
 
 
@@ -106,6 +148,44 @@ def test_a_prompt_that_is_wholly_cached_still_computes_its_last_token(length, ov
     got = run(asks, overlap=overlap)
     assert got[0].num_cached_tokens == 0
     assert [got[i].num_cached_tokens for i in (1, 2, 3)] == [length - 1] * 3
+
+
+@BOTH
+@pytest.mark.parametrize("budget", [64, 200, 512])
+def test_requests_that_arrive_together_compute_a_shared_prefix_once(budget, overlap):
+    shared, own = prompts(1, 300)[0], prompts(8, 20, seed=1)
+    device = FakeExecutor(num_pages=400, vocab_size=VOCAB)
+    asks = [ask(shared + rest) for rest in own]
+    got = drive(device, asks, num_pages=400, budget=budget, overlap=overlap, max_num_seqs=16)
+    assert [got[i].tokens for i in range(8)] == [right(a) for a in asks]
+    answers = 8 * 8
+    again = device.num_tokens - answers - (300 + 8 * 20)
+    assert again <= 8 * (4 * PAGE + PAGE)  # a few pages each at most, never the prefix
+
+
+def test_no_one_waits_for_a_prefix_of_another_namespace_or_a_short_one():
+    engine = make_engine(FakeExecutor(num_pages=200), num_pages=200, budget=512, overlap=False)
+    prompt = prompts(1, 160)[0]
+    add(engine, "a", prompt, namespace="a")
+    add(engine, "b", prompt, namespace="b")
+    add(engine, "c", prompt[:48] + [1] * 100, namespace="a")
+    engine.step()
+    assert len(engine.scheduler.running) == 3
+    everything(engine)
+
+
+def test_those_behind_a_request_that_waits_for_a_prefix_go_first():
+    engine = make_engine(FakeExecutor(num_pages=200), num_pages=200, budget=512, overlap=False)
+    prompt = prompts(1, 160)[0]
+    add(engine, "a", prompt)
+    add(engine, "b", [*prompt, 1, 2, 3])
+    add(engine, "c", prompts(1, 100, seed=1)[0])
+    engine.step()
+    assert {r.request_id for r in engine.scheduler.running} == {"a", "c"}
+    engine.step()
+    assert {r.request_id for r in engine.scheduler.running} == {"a", "b", "c"}
+    assert next(r for r in engine.scheduler.running if r.request_id == "b").num_cached_tokens == 160
+    everything(engine)
 
 
 @BOTH

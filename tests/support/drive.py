@@ -87,14 +87,17 @@ def make_engine(
     caching: bool = True,
     overlap: bool = True,
     seed: int | None = None,
+    step_seconds: float = 60.0,
     **engine_options,
 ) -> Engine:
+    """step_seconds: so long that prompts are cut by the budget alone, unless a test asks for less."""
     config = EngineConfig(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         max_waiting=max_waiting,
         enable_prefix_caching=caching,
         seed=seed,
+        step_seconds=step_seconds,
     )
     resolved = ResolvedEngine(config, max_model_len or num_pages * page_size, num_pages, 1, page_size)
     return Engine(executor, resolved, overlap=overlap, **engine_options)

@@ -134,6 +134,16 @@ class PrefixTree:
             lease.node = node = child
             lease.num_inserted += size
 
+    def lacks(self, lease: Lease, own: Sequence[int], tokens: Sequence[int], pages: int) -> bool:
+        """Whether `tokens` have at least so many whole pages in common with `own` that the tree does not have yet but
+        will have from `lease`, whose tokens `own` are."""
+        begin, size = lease.num_inserted, self.pool.page_size
+        end = begin + pages * size
+        if end > len(own) or own[begin:end] != tokens[begin:end] or own[:begin] != tokens[:begin]:
+            return False
+        node = lease.node or self._roots.get(lease.namespace)
+        return node is None or tuple(own[begin : begin + size]) not in node.children
+
     def drop(self, namespace: str) -> None:
         """Forget a namespace. No live lease may have been matched in or inserted into it."""
         stack = [self._roots.pop(namespace)] if namespace in self._roots else []

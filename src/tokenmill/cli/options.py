@@ -28,6 +28,7 @@ HELP: dict[type, dict[str, str]] = {
         "kv_cache_bytes": "Memory for KV pages. Default: a quarter of free memory at most.",
         "max_num_seqs": "Sequences running at once.",
         "max_num_batched_tokens": "Token budget of one step.",
+        "step_seconds": "How long a step may take while answers are written; prompts are cut to that.",
         "max_waiting": "Sequences that may queue; beyond it requests get 429.",
         "enable_prefix_caching": "Reuse the KV of prompts that begin alike.",
         "num_threads": "Compute threads. Default: the cores this process may use.",

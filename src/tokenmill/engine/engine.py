@@ -83,6 +83,7 @@ class Engine:
             max_model_len=resolved.max_model_len,
             max_score_rows=SCORING_ROWS,
             enable_prefix_caching=config.enable_prefix_caching,
+            step_seconds=config.step_seconds,
             policy=policy,
             clock=clock,
         )
@@ -254,8 +255,9 @@ class Engine:
     # ---- for those who watch
 
     def stats(self) -> EngineStats:
-        """Gauges now and counters since start; a copy."""
+        """Gauges now and counters since start; a copy. To be called on the thread that steps."""
         stats = copy.copy(self.scheduler.stats)
+        stats.host_cpu_seconds = time.thread_time() - self.runner.cpu_seconds
         stats.num_running = len(self.scheduler.running)
         stats.num_waiting = len(self.scheduler.waiting)
         stats.num_gated = len(self.scheduler.gated)

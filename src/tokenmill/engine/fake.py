@@ -70,6 +70,7 @@ class FakeExecutor:
         self.broken_tokens = frozenset(broken_tokens)
         self.memory = np.zeros(num_pages * page_size, np.uint64)
         self.num_steps = 0
+        self.num_tokens = 0
 
     @property
     def decisions(self) -> list[tuple[str, str]]:
@@ -92,6 +93,7 @@ class FakeExecutor:
             out.top_ids[i, :count] = np.arange(count)
             out.top_logprobs[i, :count] = out.logprobs[i]
         self.num_steps += 1
+        self.num_tokens += step.num_tokens
         attended = int((step.positions + 1).sum())
         self.clock.now += self.cost.step + self.cost.token * step.num_tokens + self.cost.context * attended
 

@@ -65,6 +65,7 @@ class EngineStats(msgspec.Struct, tag=True, kw_only=True):
     prefix_cache_queries: int = 0  # tokens looked up
     prefix_cache_hits: int = 0  # tokens found
     busy_seconds: float = 0.0  # measured inside execute()
+    host_cpu_seconds: float = 0.0  # CPU of the loop's thread outside execute(): messages, plans, arrays, commits
 
 
 class OutputBatch(msgspec.Struct, tag=True):

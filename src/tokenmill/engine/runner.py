@@ -64,13 +64,17 @@ class Runner:
         self._page_table = np.zeros((max_requests, max_pages_per_request), np.int32)
         self._logit_rows = np.zeros(max_logit_rows, np.int32)
         self._worker: ThreadPoolExecutor | None = None
+        self.cpu_seconds = 0.0  # of execute(), where the caller's own thread ran it
 
     def launch(self, plan: StepPlan, *, background: bool) -> Flight:
         """Start the step. Without `background` it has run when this returns."""
         step, sampling, out, finish = self.prepare(plan)
         args = (plan.page_copies, step, sampling, out)
         if not background:
-            return Flight(plan, self._execute(*args), finish)
+            began = time.thread_time()
+            times = self._execute(*args)
+            self.cpu_seconds += time.thread_time() - began
+            return Flight(plan, times, finish)
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="tokenmill-step")
         return Flight(plan, self._worker.submit(self._execute, *args), finish)

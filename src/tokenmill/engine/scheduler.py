@@ -31,10 +31,12 @@ from ..cache.prefix import PrefixTree
 from ..core import FinishReason, Request, RequestStatus, RowResult, ScheduledRequest, StepPlan, StepResult
 from ..errors import ContextLengthExceeded, TokenmillError
 from .messages import EngineStats, TokenDelta
+from .pace import Pace
 from .policy import Policy, PriorityThenArrival
 
 RUNNING, WAITING, FINISHED = RequestStatus.RUNNING, RequestStatus.WAITING, RequestStatus.FINISHED
 by_order = attrgetter("order")
+PAGES_WORTH_WAITING = 4  # of a common prefix that another request is just computing
 
 
 class Scheduler:
@@ -47,10 +49,14 @@ class Scheduler:
         max_model_len: int,
         max_score_rows: int = 64,
         enable_prefix_caching: bool = True,
+        step_seconds: float = 0.1,
         policy: Policy | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """max_score_rows: prompt positions that one step may score for prompt_logprobs."""
+        """max_score_rows: prompt positions that one step may score for prompt_logprobs.
+
+        step_seconds: about how long a step may take while answers are being written; prompts are cut to that.
+        """
         self.pool = pool
         self.tree = PrefixTree(pool)
         self.token_budget = token_budget
@@ -59,6 +65,7 @@ class Scheduler:
         self.max_score_rows = max_score_rows
         self.enable_prefix_caching = enable_prefix_caching
         self.policy = policy or PriorityThenArrival()
+        self.pace = Pace(step_seconds)
         self.clock = clock
         self.waiting: list[Request] = []  # in policy order, as is running
         self.running: list[Request] = []
@@ -120,6 +127,8 @@ class Scheduler:
             self._make_way(self.waiting[0])
         rows: list[ScheduledRequest] = []
         spare = self.token_budget - len(self.running)
+        if any(request.output_token_ids for request in self.running):
+            spare = self.pace.limit(spare)
         score_rows = self.max_score_rows
         page_size = self.pool.page_size
         i = 0
@@ -198,15 +207,19 @@ class Scheduler:
 
     def _admit(self, plan: StepPlan, budget: int, score_rows: int) -> None:
         """Start waiting requests, in order, while there are tokens, seats and pages for them."""
-        while self.waiting and budget > 0 and len(self.running) < self.max_running:
-            request = self.waiting[0]
+        at = 0  # before it stand those that wait for a prefix
+        while at < len(self.waiting) and budget > 0 and len(self.running) + at < self.max_running:
+            request = self.waiting[at]
             scores = self._scores(request)
             if request.num_in_flight or (scores and score_rows == 0):
                 return
+            if self.enable_prefix_caching and not scores and self._is_being_computed(request):
+                at += 1
+                continue
             cached = self._lease(request)
             if cached is None:
                 return
-            self.waiting.pop(0)
+            self.waiting.pop(at)
             insort(self.running, request, key=by_order)
             request.status = RUNNING
             request.num_computed_tokens = cached
@@ -222,6 +235,17 @@ class Scheduler:
             plan.rows.append(ScheduledRequest(request, cached, count, samples))
             if request.lease.source >= 0:
                 plan.page_copies.append((request.lease.source, request.lease.pages[cached // self.pool.page_size]))
+
+    def _is_being_computed(self, request: Request) -> bool:
+        """Whether a running request is about to compute pages that this one needs too: then it starts after them, so
+        that requests which arrive together with one long prefix compute it once."""
+        return any(
+            other.num_computed_tokens < other.num_prompt_tokens
+            and other.namespace == request.namespace
+            and not self._scores(other)  # it gets on slowly
+            and self.tree.lacks(other.lease, other.prompt_token_ids, request.prompt_token_ids, PAGES_WORTH_WAITING)
+            for other in self.running
+        )
 
     def _lease(self, request: Request) -> int | None:
         """Lease pages for all known tokens; gives how many are cached, or None if the request must go on waiting."""
@@ -290,6 +314,7 @@ class Scheduler:
         self.pool.retire_step(result.step_id)
         self.stats.num_steps += 1
         self.stats.busy_seconds += result.finished - result.started
+        self.pace.observe(plan.num_scheduled_tokens, result.finished - result.started)
         deltas = self._deltas
         for row, row_result in zip(plan.rows, result.rows):
             request = row.request
