@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ConfigError, SetupError
+from .overhead import Counters, read_counters
 from .stats import Sample
 from .workloads import Message, Session, Workload
 
@@ -74,6 +75,14 @@ class Client:
 
     async def __aexit__(self, *exc: object) -> None:
         await self.http.close()
+
+    async def counters(self) -> Counters | None:
+        """The server's own, where it is a tokenmill."""
+        try:
+            async with self.http.get(self.target.url.removesuffix("/v1") + "/metrics") as response:
+                return read_counters(await response.text()) if response.status == 200 else None
+        except Exception:  # it has none: nothing to report
+            return None
 
     async def ask(self, messages: list[Message], max_tokens: int) -> Sample:
         """One streamed chat completion. Errors of the server or the network are noted in the sample, not raised."""

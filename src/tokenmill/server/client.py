@@ -33,6 +33,7 @@ COUNTERS = (  # of EngineStats; they never go down, also when the engine starts 
     "prefix_cache_queries",
     "prefix_cache_hits",
     "busy_seconds",
+    "host_cpu_seconds",
 )
 
 

@@ -6,6 +6,7 @@ freeze at an old value.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -62,6 +63,12 @@ class Collector:
             ("request_rejected", "Requests refused because the queue was full.", self.client.num_rejected),
             ("engine_steps", "Steps the engine ran.", stats.num_steps),
             ("engine_busy_seconds", "Seconds the engine spent in steps.", stats.busy_seconds),
+            ("engine_host_cpu_seconds", "CPU seconds of the engine's loop outside steps.", stats.host_cpu_seconds),
+            (
+                "server_cpu_seconds",
+                "CPU seconds of this process: HTTP, templates, tokens to text.",
+                time.process_time(),
+            ),
             ("engine_restarts", "Times the engine process was started again.", self.client.num_restarts),
         ):
             counter = CounterMetricFamily(f"vllm:{name}", text, labels=["model_name"])
