@@ -31,8 +31,9 @@ test: .venv/test lint
 test-all: .venv/test lint
 	$(BIN)/python -m pytest
 
-# The peer is compiled for this machine. One that another interpreter has: make bench PEER_PYTHON=...
+# The peers are compiled for this machine. Others: make bench PEER_PYTHON=... PEER_SERVER=.../llama-server
 PEER_PYTHON ?= $(BIN)/python
+PEER_SERVER ?=
 BENCH := $(BIN)/tokenmill bench
 BESIDE := --against llama-cpp --peer-python $(PEER_PYTHON)
 PEER_MODELS ?= --peer-model same --peer-model build/bench/smollm2-135m.Q4_0.gguf
@@ -52,6 +53,7 @@ bench: .venv/bench $(foreach s,$(SHAPES),$(foreach f,$(FORMATS),build/bench/$(s)
 	$(BENCH) engine $(MODEL) --full $(BESIDE) $(PEER_MODELS)
 	for shape in $(SHAPES); do for format in $(FORMATS); do \
 	  $(BENCH) engine build/bench/$$shape.$$format.gguf --only "decode, 1 stream" $(BESIDE) || exit 1; done; done
+	$(BENCH) serving $(MODEL) --against llama-server --workload all $(if $(PEER_SERVER),--peer-binary $(PEER_SERVER))
 	$(BENCH) kernels $(MODEL)
 	$(BENCH) report
 

@@ -85,9 +85,28 @@ def test_models_with_a_case_or_two_share_a_table(tmp_path):
 
 def test_served_figures_stand_below(tmp_path):
     save(tmp_path, "engine-1.json", engine_result())
-    served = {"workload": "chat", "target": "ours", "output_tokens_per_s": 250.4, "ttft_p50_ms": 80.0, "errors": 0}
-    save(tmp_path, "serving-1.json", {"kind": "serving", "machine": engine_result()["machine"], "medians": [served]})
-    assert "| chat | ours | 250 | 80 | - | - | - | 0 |" in figures(tmp_path, "results")
+    ours = {"workload": "chat", "target": "tokenmill", "output_tokens_per_s": 250.4, "ttft_p50_ms": 80.0, "errors": 0}
+    theirs = {**ours, "target": "llama-server", "output_tokens_per_s": 79.0, "ttft_p50_ms": 3600.0}
+    peer = {"model": "m.gguf", "version": "9", "flags": "-t 2"}
+    ratios = {"output_tokens_per_s": 3.17, "ttft_p50_ms": 45.0, "itl_p50_ms": None}
+    served = {
+        **engine_result(),
+        "kind": "serving",
+        "servers": {"tokenmill": {"model": "m.gguf"}, "llama-server": peer},
+        "medians": [ours, theirs],
+        "ratios": [{"workload": "chat", "against": "llama-server", **ratios}],
+        "peak_memory_bytes": {"tokenmill": 300 << 20, "llama-server": None},
+    }
+    del served["model"]
+    save(tmp_path, "serving-1.json", served)
+    *_, caption, _, _, _, first, second = figures(tmp_path, "results").splitlines()
+    assert caption == (
+        "m.gguf served on 2 cores of A CPU (avx512): 20.0 GB/s read, 300 Gop/s float32, 1,200 Gop/s int8 (vpdpbusd). "
+        "Medians of 3 interleaved rounds, 2026-01-02; llama-server is version 9 with -t 2; times in ms, in brackets "
+        "how many times better tokenmill is. Resident at most: tokenmill 300 MiB."
+    )
+    assert first == "| chat | tokenmill | 250 | 80 | - | - | - | 0 |"
+    assert second == "| chat | llama-server | 79 (3.2x) | 3,600 (45.0x) | - | - | - | 0 |"
 
 
 def test_the_command_writes_between_the_markers_once(tmp_path):

@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from ..config import MIB
 from ..errors import ConfigError
 from .report import engine_panels, machine_line, names_of, percent, save_plot
 
@@ -28,8 +29,7 @@ def newest_results(folder: Path, kind: str) -> list[dict[str, Any]]:
             result = json.loads(path.read_text(encoding="utf-8"))
         except ValueError:
             raise ConfigError(f"{path} is not JSON") from None
-        held = kind != "engine" or result.get("ceilings")
-        if result.get("kind") == kind and result.get("complete", True) and held:
+        if result.get("kind") == kind and result.get("complete") and result.get("ceilings"):
             found.append(result)
     found.sort(key=lambda result: result["machine"]["started"])
     return list({result.get("model", ""): result for result in found}.values())
@@ -79,22 +79,47 @@ def _row(prefix: str, row: dict[str, Any], peers: list[str]) -> str:
     return _line(cells)
 
 
+SERVED = {
+    "output_tokens_per_s": "output tokens/s",
+    "ttft_p50_ms": "TTFT p50",
+    "ttft_p99_ms": "TTFT p99",
+    "itl_p50_ms": "ITL p50",
+    "itl_p99_ms": "ITL p99",
+    "errors": "errors",
+}
+
+
 def serving_section(result: dict[str, Any]) -> str:
-    """A row for each workload and target."""
-    head = ["workload", "target", "output tokens/s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "errors"]
-    keys = ("output_tokens_per_s", "ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms", "errors")
-    machine = result["machine"]
-    lines = [
-        f"Served, on {machine['cores']} cores of {machine['cpu']}, {machine['started'][:10]}; times in ms.",
-        "",
-        _line(head),
-        _line(["---", "---"] + ["---:"] * (len(head) - 2)),
-        *(
-            _line([row["workload"], row["target"], *(_number(row.get(key)) for key in keys)])
-            for row in result["medians"]
-        ),
-    ]
+    """A row for each workload and target; after a peer's figure stands how many times better ours is."""
+    ratios = {(row["workload"], row["against"]): row for row in result.get("ratios", ())}
+    lines = [_serving_caption(result), "", _line(["workload", "server", *SERVED.values()])]
+    lines.append(_line(["---", "---"] + ["---:"] * len(SERVED)))
+    for row in result["medians"]:
+        better = ratios.get((row["workload"], row["target"]), {})
+        cells = [
+            _number(row.get(key)) + (f" ({better[key]:.1f}x)" if better.get(key) is not None else "") for key in SERVED
+        ]
+        lines.append(_line([row["workload"], row["target"], *cells]))
     return "\n".join(lines)
+
+
+def _serving_caption(result: dict[str, Any]) -> str:
+    servers = result.get("servers", {})
+    models = ", ".join(dict.fromkeys(about["model"] for about in servers.values())) or "A server"
+    rounds = max((row["round"] for row in result["rounds"]), default=0) + 1
+    beside = "".join(
+        f"; {name} is version {about['version']} with {about['flags']}"
+        for name, about in servers.items()
+        if "version" in about
+    )
+    memory = ", ".join(
+        f"{name} {size / MIB:,.0f} MiB" for name, size in result.get("peak_memory_bytes", {}).items() if size
+    )
+    return (
+        f"{models} served on {machine_line(result)}. Medians of {rounds} interleaved rounds, "
+        f"{result['machine']['started'][:10]}{beside}; times in ms, in brackets how many times better tokenmill is."
+        + (f" Resident at most: {memory}." if memory else "")
+    )
 
 
 def _line(cells: list[str]) -> str:

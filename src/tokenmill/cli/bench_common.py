@@ -57,4 +57,4 @@ def warn_if_busy(machine: dict[str, Any]) -> None:
 
 
 def say_where(path: Path, plot: Path | None) -> None:
-    click.echo(f"written: {path}" + (f", {plot}" if plot else " (no plot: pip install 'tokenmill[bench]')"))
+    click.echo(f"written: {path}" + (f", {plot}" if plot else " (no plot: pip install matplotlib)"))
