@@ -13,11 +13,13 @@ constexpr int RUN = 64;       // positions that share one step of the online sof
 constexpr int SEGMENT = 512;  // positions summed on their own, then merged in order: what two threads may split
 
 enum class Codes : uint8_t { U4, U8, F16, BF16, F32 };
+// F16: a scale is one, as in most files. I8: an integer times an f16 of its row's 256 features, as in K-quants.
+enum class Scales : uint8_t { F16, I8, F32 };
 
 // How a weight is packed. Quantised: w = scale * (code - zero) + min, scale and min per row and group of 32 / halves.
 struct Layout {
   Codes codes;
-  bool scale_f32;  // scales and mins are f32, else f16 (as most files keep them)
+  Scales scales;  // and mins
   bool has_min;
   uint8_t halves;  // 1: a scale for each 32 features, 2: for each 16
   uint8_t zero;    // 0, 4, 8, 16, 32 or 128
@@ -28,6 +30,7 @@ struct Layout {
 // A panel of a quantised weight is its groups, each: codes, then scales [half][row], then mins [half][row].
 //   U4: byte 64 j + 4 row + b of the codes, j and b < 4: low nibble feature 4 j + b, high nibble feature 16 + 4 j + b
 //   U8: byte 64 j + 4 row + b of the codes, j < 8, b < 4: feature 4 j + b
+// With I8 scales, what they multiply stands before every 8 groups: f16 [row], and f16 [row] again for mins.
 // A panel of a float weight is [feature][row].
 struct PackedWeight {
   Layout layout;
@@ -38,9 +41,21 @@ struct PackedWeight {
 };
 
 constexpr size_t codes_bytes(Codes c) { return c == Codes::U4 ? PANEL * GROUP / 2 : PANEL * GROUP; }
-constexpr size_t scale_bytes(bool f32, int halves) { return size_t(halves) * PANEL * (f32 ? 4 : 2); }
-constexpr size_t group_bytes(Codes c, bool f32, int halves, bool has_min) {
-  return codes_bytes(c) + scale_bytes(f32, halves) * (has_min ? 2 : 1);
+constexpr int SUPER = 8;  // groups that share what I8 scales multiply
+constexpr size_t scale_bytes(Scales s, int halves) {
+  return size_t(halves) * PANEL * (s == Scales::F32 ? 4 : s == Scales::F16 ? 2 : 1);
+}
+constexpr size_t group_bytes(Codes c, Scales s, int halves, bool has_min) {
+  return codes_bytes(c) + scale_bytes(s, halves) * (has_min ? 2 : 1);
+}
+constexpr size_t super_bytes(Scales s, bool has_min) { return s == Scales::I8 ? (has_min ? 2 : 1) * PANEL * 2 : 0; }
+// Of `groups` groups, and of where group g begins.
+constexpr size_t groups_bytes(const Layout& l, size_t groups) {
+  return groups * group_bytes(l.codes, l.scales, l.halves, l.has_min) +
+         (groups + SUPER - 1) / SUPER * super_bytes(l.scales, l.has_min);
+}
+constexpr size_t group_offset(const Layout& l, size_t g) {
+  return groups_bytes(l, g) + (g % SUPER == 0 ? super_bytes(l.scales, l.has_min) : 0);
 }
 
 // Activations quantised by groups of 32 features, or 16 where `fine`: x ~ scale * q, q in [-127, 127].
@@ -66,7 +81,9 @@ struct LinearArgs {
 };
 
 // A panel of 8-bit codes with f32 scales and mins.
-constexpr size_t linear_scratch(int cols) { return size_t(cols) / GROUP * group_bytes(Codes::U8, true, 1, true); }
+constexpr size_t linear_scratch(int cols) {
+  return size_t(cols) / GROUP * group_bytes(Codes::U8, Scales::F32, 1, true);
+}
 
 // One request's part of an attention op.
 struct AttentionArgs {

@@ -170,12 +170,12 @@ static TM_INLINE vi correction(const int32_t* neg_sum) {
   return splat(*neg_sum * ZERO);
 }
 
-template <bool F32>
-static TM_INLINE vf load_scale(const uint8_t* p, size_t index) {
-  if constexpr (F32)
-    return load((const float*)p + index);
-  else
-    return load_f16((const uint16_t*)p + index);
+// W scales from `index` on; `super` is what I8 ones multiply.
+template <Scales S>
+static TM_INLINE vf load_scale(const uint8_t* p, size_t index, vf super) {
+  if constexpr (S == Scales::F32) return load((const float*)p + index);
+  if constexpr (S == Scales::F16) return load_f16((const uint16_t*)p + index);
+  if constexpr (S == Scales::I8) return mul(super, load_i8((const int8_t*)p + index));
 }
 
 // A panel's outputs of one token, + bias, + residual.
@@ -207,12 +207,12 @@ struct Ahead {
 
 // TN tokens from `token` on, all in one tile, against one panel, whose groups are at `base`.
 // PARTS: how many pieces of a group have activation scales of their own; HALVES: how many weight scales.
-template <Codes C, int BITS, bool F32, bool MIN, int HALVES, int ZERO, int PARTS, int TN>
+template <Codes C, int BITS, Scales S, bool MIN, int HALVES, int ZERO, int PARTS, int TN>
 static void quant_tile(const LinearArgs& a, int panel, int token, const uint8_t* base, Ahead ahead) {
   static_assert(PARTS >= HALVES);
   const PackedWeight& w = *a.weight;
   const int groups = w.cols / GROUP;
-  constexpr size_t CODES = codes_bytes(C), SCALES = scale_bytes(F32, HALVES), STRIDE = group_bytes(C, F32, HALVES, MIN);
+  constexpr size_t CODES = codes_bytes(C), SCALES = scale_bytes(S, HALVES), STRIDE = group_bytes(C, S, HALVES, MIN);
   const size_t first = size_t(token) * groups * PARTS;
   float tile[TN][PANEL];
   for (int s = 0; s < SUBS; s++) {
@@ -223,7 +223,14 @@ static void quant_tile(const LinearArgs& a, int panel, int token, const uint8_t*
     const float *xs = a.xq.scale + first, *scaled = a.xq.scaled + first;
     const int32_t* neg_sum = a.xq.neg_sum + first;
     size_t near = 0, next = 0;
+    vf super = splat(1.0f), super_min = splat(1.0f);
     for (int g = 0; g < groups; g++) {
+      if constexpr (S == Scales::I8)
+        if (g % SUPER == 0) {
+          super = load_f16((const uint16_t*)group + s * W);
+          if constexpr (MIN) super_min = load_f16((const uint16_t*)group + PANEL + s * W);
+          group += super_bytes(S, MIN);
+        }
       if (s == 0)
         for (next += ahead.bytes; near < next; near += 64) __builtin_prefetch(ahead.from + near);
       vi dot[PARTS][TN];
@@ -232,10 +239,10 @@ static void quant_tile(const LinearArgs& a, int panel, int token, const uint8_t*
       group_dot<C, BITS, ZERO, PARTS, TN>(group + s * W * 4, x, dot);
       for (int h = 0; h < PARTS; h++) {
         const size_t index = (HALVES == 2 ? h * PANEL : 0) + s * W;
-        vf scale = load_scale<F32>(group + CODES, index);
+        vf scale = load_scale<S>(group + CODES, index, super);
         for (int t = 0; t < TN; t++) acc[t] = fma(to_float(dot[h][t]), mul(scale, splat(xs[h * TN + t])), acc[t]);
         if constexpr (MIN) {
-          vf min = load_scale<F32>(group + CODES + SCALES, index);
+          vf min = load_scale<S>(group + CODES + SCALES, index, super_min);
           for (int t = 0; t < TN; t++) acc[t] = fma(min, splat(scaled[h * TN + t]), acc[t]);
         }
       }
@@ -248,14 +255,18 @@ static void quant_tile(const LinearArgs& a, int panel, int token, const uint8_t*
 }
 
 // A panel of 4-bit codes as one of 8-bit codes with f32 scales: worth it where many tiles of tokens read it.
-template <bool F32, bool MIN>
+template <Scales S, bool MIN>
 static void widen_panel(const PackedWeight& w, const uint8_t* group, uint8_t* to) {
   constexpr size_t CODES = codes_bytes(Codes::U4), WIDE = codes_bytes(Codes::U8);
+  const uint8_t* super = group;
   for (int g = 0; g < w.cols / GROUP; g++) {
+    if (g % SUPER == 0) super = group, group += super_bytes(S, MIN);
     for (size_t i = 0; i < CODES; i++) to[i] = group[i] & 15, to[CODES + i] = group[i] >> 4;
-    for (int i = 0; i < (MIN ? 2 : 1) * PANEL; i += W)
-      store(reinterpret_cast<float*>(to + WIDE) + i, load_scale<F32>(group + CODES, i));
-    group += group_bytes(Codes::U4, F32, 1, MIN), to += group_bytes(Codes::U8, true, 1, MIN);
+    for (int i = 0; i < (MIN ? 2 : 1) * PANEL; i += W) {
+      const vf factor = S == Scales::I8 ? load_f16((const uint16_t*)super + i) : splat(1.0f);
+      store((float*)(to + WIDE) + i, load_scale<S>(group + CODES, i, factor));
+    }
+    group += group_bytes(Codes::U4, S, 1, MIN), to += group_bytes(Codes::U8, Scales::F32, 1, MIN);
   }
 }
 
@@ -337,16 +348,16 @@ static void run_tiles(const LinearArgs& a, int panel0, int panel1, const Tiles& 
 #define TM_TILES {TM_TILE(1), TM_TILE(2), TM_TILE(3), TM_TILE(4)}
 #endif
 
-template <Codes C, bool F32, bool MIN, int HALVES, int ZERO, int PARTS = HALVES>
+template <Codes C, Scales S, bool MIN, int HALVES, int ZERO, int PARTS = HALVES>
 static void linear_quant(const LinearArgs& a, int panel0, int panel1) {
   if constexpr (PARTS == 1)
-    if (a.xq.fine) return linear_quant<C, F32, MIN, HALVES, ZERO, 2>(a, panel0, panel1);
+    if (a.xq.fine) return linear_quant<C, S, MIN, HALVES, ZERO, 2>(a, panel0, panel1);
   constexpr int BITS = C == Codes::U4 ? 4 : ZERO == 128 ? 8 : 6;
-#define TM_TILE(n) quant_tile<C, BITS, F32, MIN, HALVES, ZERO, PARTS, n>
+#define TM_TILE(n) quant_tile<C, BITS, S, MIN, HALVES, ZERO, PARTS, n>
   if constexpr (C == Codes::U4) {
     static_assert(HALVES == 1);
-    static constexpr Tiles kind = {TM_TILES, widen_panel<F32, MIN>,
-                                   quant_tile<Codes::U8, BITS, true, MIN, HALVES, ZERO, PARTS, TILE>};
+    static constexpr Tiles kind = {TM_TILES, widen_panel<S, MIN>,
+                                   quant_tile<Codes::U8, BITS, Scales::F32, MIN, HALVES, ZERO, PARTS, TILE>};
     run_tiles(a, panel0, panel1, kind);
   } else {
     static constexpr Tiles kind = {TM_TILES, nullptr, nullptr};
@@ -370,18 +381,20 @@ static void linear(const LinearArgs& a, int p0, int p1) {
     case Codes::F16: return linear_float<Codes::F16>(a, p0, p1);
     case Codes::BF16: return linear_float<Codes::BF16>(a, p0, p1);
     case Codes::U4:
-      if (l.scale_f32) return linear_quant<Codes::U4, true, true, 1, 0>(a, p0, p1);  // Q4_K
-      if (l.has_min) return linear_quant<Codes::U4, false, true, 1, 0>(a, p0, p1);   // Q4_1
-      return linear_quant<Codes::U4, false, false, 1, 8>(a, p0, p1);                 // Q4_0
+      if (l.scales == Scales::I8) return linear_quant<Codes::U4, Scales::I8, true, 1, 0>(a, p0, p1);  // Q4_K
+      if (l.has_min) return linear_quant<Codes::U4, Scales::F16, true, 1, 0>(a, p0, p1);              // Q4_1
+      return linear_quant<Codes::U4, Scales::F16, false, 1, 8>(a, p0, p1);                            // Q4_0
     case Codes::U8:
-      if (l.halves == 2 && l.has_min) return linear_quant<Codes::U8, true, true, 2, 0>(a, p0, p1);     // Q2_K
-      if (l.halves == 2 && l.zero == 4) return linear_quant<Codes::U8, true, false, 2, 4>(a, p0, p1);  // Q3_K
-      if (l.halves == 2) return linear_quant<Codes::U8, true, false, 2, 32>(a, p0, p1);                // Q6_K
-      if (l.scale_f32 && l.has_min) return linear_quant<Codes::U8, true, true, 1, 0>(a, p0, p1);       // Q5_K
-      if (l.scale_f32) return linear_quant<Codes::U8, true, false, 1, 128>(a, p0, p1);                 // IQ4_XS
-      if (l.has_min) return linear_quant<Codes::U8, false, true, 1, 0>(a, p0, p1);                     // Q5_1
-      if (l.zero == 16) return linear_quant<Codes::U8, false, false, 1, 16>(a, p0, p1);                // Q5_0
-      return linear_quant<Codes::U8, false, false, 1, 128>(a, p0, p1);                                 // Q8_0, IQ4_NL
+      if (l.scales == Scales::I8) {
+        if (l.halves == 2 && l.has_min) return linear_quant<Codes::U8, Scales::I8, true, 2, 0>(a, p0, p1);     // Q2_K
+        if (l.halves == 2 && l.zero == 4) return linear_quant<Codes::U8, Scales::I8, false, 2, 4>(a, p0, p1);  // Q3_K
+        if (l.halves == 2) return linear_quant<Codes::U8, Scales::I8, false, 2, 32>(a, p0, p1);                // Q6_K
+        if (l.has_min) return linear_quant<Codes::U8, Scales::I8, true, 1, 0>(a, p0, p1);                      // Q5_K
+        return linear_quant<Codes::U8, Scales::I8, false, 1, 128>(a, p0, p1);                                  // IQ4_XS
+      }
+      if (l.has_min) return linear_quant<Codes::U8, Scales::F16, true, 1, 0>(a, p0, p1);       // Q5_1
+      if (l.zero == 16) return linear_quant<Codes::U8, Scales::F16, false, 1, 16>(a, p0, p1);  // Q5_0
+      return linear_quant<Codes::U8, Scales::F16, false, 1, 128>(a, p0, p1);                   // Q8_0, IQ4_NL
   }
 }
 
@@ -405,7 +418,8 @@ static void unpack_row(const PackedWeight& w, int row, float scale, float* out) 
       }
     } else {
       const int i = k % GROUP, half = l.halves == 2 ? i / 16 : 0;
-      const uint8_t* group = base + k / GROUP * group_bytes(l.codes, l.scale_f32, l.halves, l.has_min);
+      const int g = k / GROUP;
+      const uint8_t *group = base + group_offset(l, g), *super = base + groups_bytes(l, g / SUPER * SUPER);
       int code;
       if (l.codes == Codes::U4) {
         uint8_t byte = group[64 * (i % 16 / 4) + 4 * lane + i % 4];
@@ -413,13 +427,15 @@ static void unpack_row(const PackedWeight& w, int row, float scale, float* out) 
       } else {
         code = group[64 * (i / 4) + 4 * lane + i % 4];
       }
-      auto read = [&](const uint8_t* p) {
-        if (l.scale_f32) return reinterpret_cast<const float*>(p)[half * PANEL + lane];
-        return f16_to_f32_bits(reinterpret_cast<const uint16_t*>(p)[half * PANEL + lane]);
+      auto read = [&](int min) {
+        const size_t i = half * PANEL + lane;
+        const uint8_t* p = group + codes_bytes(l.codes) + min * scale_bytes(l.scales, l.halves);
+        if (l.scales == Scales::F16) return f16_to_f32_bits(reinterpret_cast<const uint16_t*>(p)[i]);
+        return f16_to_f32_bits(reinterpret_cast<const uint16_t*>(super)[min * PANEL + lane]) *
+               float(reinterpret_cast<const int8_t*>(p)[i]);
       };
-      const uint8_t* scales = group + codes_bytes(l.codes);
-      v = read(scales) * float(code - l.zero);
-      if (l.has_min) v += read(scales + scale_bytes(l.scale_f32, l.halves));
+      v = read(0) * float(code - l.zero);
+      if (l.has_min) v += read(1);
     }
     out[k] = v * scale;
   }

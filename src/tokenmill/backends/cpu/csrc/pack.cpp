@@ -7,8 +7,6 @@
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
-#define TM_ISA plain  // only for the f16 conversions
-#include "simd.h"
 
 namespace mill {
 namespace {
@@ -20,7 +18,7 @@ struct Group {
   Scale scale[2], min[2];
 };
 using HalfGroup = Group<uint16_t>;  // f16, as in the file
-using FloatGroup = Group<float>;
+using ByteGroup = Group<int8_t>;    // times the block's
 
 uint16_t half(const uint8_t* p) {
   uint16_t h;
@@ -28,7 +26,7 @@ uint16_t half(const uint8_t* p) {
   return h;
 }
 
-float number(const uint8_t* p) { return isa_plain::f16_to_f32_bits(half(p)); }
+uint16_t negative(const uint8_t* p) { return half(p) ^ 0x8000; }
 
 void nibbles(const uint8_t* qs, uint8_t* code) {
   for (int i = 0; i < 16; i++) code[i] = qs[i] & 15, code[16 + i] = qs[i] >> 4;
@@ -46,18 +44,19 @@ void fifth_bits(const uint8_t* qh, uint8_t* code) {
 }
 
 // 6-bit scale and min j of a K-quant's 12 packed bytes
-void scale_min(const uint8_t* q, int j, int* scale, int* min) {
+void scale_min(const uint8_t* q, int j, int8_t* scale, int8_t* min) {
   if (j < 4) {
-    *scale = q[j] & 63, *min = q[j + 4] & 63;
+    *scale = int8_t(q[j] & 63), *min = int8_t(q[j + 4] & 63);
   } else {
-    *scale = (q[j + 4] & 15) | (q[j - 4] >> 6) << 4;
-    *min = (q[j + 4] >> 4) | (q[j] >> 6) << 4;
+    *scale = int8_t((q[j + 4] & 15) | (q[j - 4] >> 6) << 4);
+    *min = int8_t((q[j + 4] >> 4) | (q[j] >> 6) << 4);
   }
 }
 
-// A format: its layout, features and bytes of a block, and group j of a block.
+// A format: its layout, features and bytes of a block, and group j of a block; for scales that are integers, what they
+// and the mins of a block multiply.
 struct Q4_0 {
-  static constexpr Layout layout{Codes::U4, false, false, 1, 8};
+  static constexpr Layout layout{Codes::U4, Scales::F16, false, 1, 8};
   static constexpr int block = 32, bytes = 18;
   static void group(const uint8_t* b, int, HalfGroup& o) {
     o.scale[0] = half(b);
@@ -65,7 +64,7 @@ struct Q4_0 {
   }
 };
 struct Q4_1 {
-  static constexpr Layout layout{Codes::U4, false, true, 1, 0};
+  static constexpr Layout layout{Codes::U4, Scales::F16, true, 1, 0};
   static constexpr int block = 32, bytes = 20;
   static void group(const uint8_t* b, int, HalfGroup& o) {
     o.scale[0] = half(b), o.min[0] = half(b + 2);
@@ -73,7 +72,7 @@ struct Q4_1 {
   }
 };
 struct Q5_0 {
-  static constexpr Layout layout{Codes::U8, false, false, 1, 16};
+  static constexpr Layout layout{Codes::U8, Scales::F16, false, 1, 16};
   static constexpr int block = 32, bytes = 22;
   static void group(const uint8_t* b, int, HalfGroup& o) {
     o.scale[0] = half(b);
@@ -82,7 +81,7 @@ struct Q5_0 {
   }
 };
 struct Q5_1 {
-  static constexpr Layout layout{Codes::U8, false, true, 1, 0};
+  static constexpr Layout layout{Codes::U8, Scales::F16, true, 1, 0};
   static constexpr int block = 32, bytes = 24;
   static void group(const uint8_t* b, int, HalfGroup& o) {
     o.scale[0] = half(b), o.min[0] = half(b + 2);
@@ -91,7 +90,7 @@ struct Q5_1 {
   }
 };
 struct Q8_0 {
-  static constexpr Layout layout{Codes::U8, false, false, 1, 128};
+  static constexpr Layout layout{Codes::U8, Scales::F16, false, 1, 128};
   static constexpr int block = 32, bytes = 34;
   static void group(const uint8_t* b, int, HalfGroup& o) {
     o.scale[0] = half(b);
@@ -99,64 +98,65 @@ struct Q8_0 {
   }
 };
 struct Q4_K {
-  static constexpr Layout layout{Codes::U4, true, true, 1, 0};
+  static constexpr Layout layout{Codes::U4, Scales::I8, true, 1, 0};
   static constexpr int block = 256, bytes = 144;
-  static void group(const uint8_t* b, int j, FloatGroup& o) {
-    int sc, mn;
-    scale_min(b + 4, j, &sc, &mn);
-    o.scale[0] = number(b) * float(sc), o.min[0] = -(number(b + 2) * float(mn));
+  static uint16_t super(const uint8_t* b) { return half(b); }
+  static uint16_t super_min(const uint8_t* b) { return negative(b + 2); }
+  static void group(const uint8_t* b, int j, ByteGroup& o) {
+    scale_min(b + 4, j, o.scale, o.min);
     const uint8_t* qs = b + 16 + j / 2 * 32;  // low nibbles are group j, high ones group j + 1
     for (int i = 0; i < 16; i++)
       o.code[i] = uint8_t(j % 2 ? qs[i] >> 4 | (qs[16 + i] & 0xf0) : (qs[i] & 15) | qs[16 + i] << 4);
   }
 };
 struct Q5_K {
-  static constexpr Layout layout{Codes::U8, true, true, 1, 0};
+  static constexpr Layout layout{Codes::U8, Scales::I8, true, 1, 0};
   static constexpr int block = 256, bytes = 176;
-  static void group(const uint8_t* b, int j, FloatGroup& o) {
-    int sc, mn;
-    scale_min(b + 4, j, &sc, &mn);
-    o.scale[0] = number(b) * float(sc), o.min[0] = -(number(b + 2) * float(mn));
+  static uint16_t super(const uint8_t* b) { return half(b); }
+  static uint16_t super_min(const uint8_t* b) { return negative(b + 2); }
+  static void group(const uint8_t* b, int j, ByteGroup& o) {
+    scale_min(b + 4, j, o.scale, o.min);
     const uint8_t *qh = b + 16, *qs = b + 48 + j / 2 * 32;
     for (int i = 0; i < 32; i++) o.code[i] = uint8_t((j % 2 ? qs[i] >> 4 : qs[i] & 15) | (qh[i] >> j & 1) << 4);
   }
 };
 struct Q6_K {
-  static constexpr Layout layout{Codes::U8, true, false, 2, 32};
+  static constexpr Layout layout{Codes::U8, Scales::I8, false, 2, 32};
   static constexpr int block = 256, bytes = 210;
-  static void group(const uint8_t* b, int j, FloatGroup& o) {
+  static uint16_t super(const uint8_t* b) { return half(b + 208); }
+  static void group(const uint8_t* b, int j, ByteGroup& o) {
     int h = j / 4, quarter = j % 4;  // 128 features share 64 bytes of low and 32 of high bits
     const uint8_t *ql = b + h * 64 + (quarter & 1) * 32, *qh = b + 128 + h * 32;
     const int8_t* sc = (const int8_t*)b + 192 + h * 8 + quarter * 2;
-    float d = number(b + 208);
     for (int i = 0; i < 32; i++)
       o.code[i] = uint8_t((quarter < 2 ? ql[i] & 15 : ql[i] >> 4) | (qh[i] >> (2 * quarter) & 3) << 4);
-    for (int i = 0; i < 2; i++) o.scale[i] = d * float(sc[i]);
+    for (int i = 0; i < 2; i++) o.scale[i] = sc[i];
   }
 };
 struct Q2_K {
-  static constexpr Layout layout{Codes::U8, true, true, 2, 0};
+  static constexpr Layout layout{Codes::U8, Scales::I8, true, 2, 0};
   static constexpr int block = 256, bytes = 84;
-  static void group(const uint8_t* b, int j, FloatGroup& o) {
+  static uint16_t super(const uint8_t* b) { return half(b + 80); }
+  static uint16_t super_min(const uint8_t* b) { return negative(b + 82); }
+  static void group(const uint8_t* b, int j, ByteGroup& o) {
     int h = j / 4, shift = j % 4 * 2;
     const uint8_t *sc = b + h * 8 + j % 4 * 2, *qs = b + 16 + h * 32;
-    float d = number(b + 80), dmin = number(b + 82);
     for (int i = 0; i < 32; i++) o.code[i] = qs[i] >> shift & 3;
-    for (int i = 0; i < 2; i++) o.scale[i] = d * float(sc[i] & 15), o.min[i] = -(dmin * float(sc[i] >> 4));
+    for (int i = 0; i < 2; i++) o.scale[i] = int8_t(sc[i] & 15), o.min[i] = int8_t(sc[i] >> 4);
   }
 };
 struct Q3_K {
-  static constexpr Layout layout{Codes::U8, true, false, 2, 4};
+  static constexpr Layout layout{Codes::U8, Scales::I8, false, 2, 4};
   static constexpr int block = 256, bytes = 110;
-  static void group(const uint8_t* b, int j, FloatGroup& o) {
+  static uint16_t super(const uint8_t* b) { return half(b + 108); }
+  static void group(const uint8_t* b, int j, ByteGroup& o) {
     int shift = j % 4 * 2;
     const uint8_t *hmask = b, *qs = b + 32 + j / 4 * 32, *sc = b + 96;
-    float d = number(b + 108);
     for (int i = 0; i < 32; i++) o.code[i] = uint8_t((qs[i] >> shift & 3) | (hmask[i] >> j & 1) << 2);
     for (int i = 0; i < 2; i++) {
       int k = 2 * j + i;  // 16 scales of 6 bits: low nibbles in bytes 0-7, high pairs in bytes 8-11
       int low = k < 8 ? sc[k] & 15 : sc[k - 8] >> 4, high = sc[8 + k % 4] >> (2 * (k / 4)) & 3;
-      o.scale[i] = d * float((low | high << 4) - 32);
+      o.scale[i] = int8_t((low | high << 4) - 32);
     }
   }
 };
@@ -173,7 +173,7 @@ void iq4_codes(const uint8_t* qs, uint8_t* code) {
   }
 }
 struct IQ4_NL {
-  static constexpr Layout layout{Codes::U8, false, false, 1, 128};
+  static constexpr Layout layout{Codes::U8, Scales::F16, false, 1, 128};
   static constexpr int block = 32, bytes = 18;
   static void group(const uint8_t* b, int, HalfGroup& o) {
     o.scale[0] = half(b);
@@ -181,11 +181,12 @@ struct IQ4_NL {
   }
 };
 struct IQ4_XS {
-  static constexpr Layout layout{Codes::U8, true, false, 1, 128};
+  static constexpr Layout layout{Codes::U8, Scales::I8, false, 1, 128};
   static constexpr int block = 256, bytes = 136;
-  static void group(const uint8_t* b, int j, FloatGroup& o) {
+  static uint16_t super(const uint8_t* b) { return half(b); }
+  static void group(const uint8_t* b, int j, ByteGroup& o) {
     int ls = (b[4 + j / 2] >> (4 * (j % 2)) & 15) | (half(b + 2) >> (2 * j) & 3) << 4;
-    o.scale[0] = number(b) * float(ls - 32);
+    o.scale[0] = int8_t(ls - 32);
     iq4_codes(b + 8 + 16 * j, o.code);
   }
 };
@@ -197,16 +198,23 @@ using PackPanel = void(const uint8_t* const* rows, int n, int cols, uint8_t* out
 template <class F>
 void pack_quantised(const uint8_t* const* rows, int n, int cols, uint8_t* out) {
   constexpr Layout l = F::layout;
-  using Scale = std::conditional_t<l.scale_f32, float, uint16_t>;
-  constexpr size_t codes = codes_bytes(l.codes), scales = scale_bytes(l.scale_f32, l.halves);
-  constexpr size_t stride = group_bytes(l.codes, l.scale_f32, l.halves, l.has_min);
-  for (int b = 0; b < cols / F::block; b++, out += stride * (F::block / GROUP))
+  using Scale = std::conditional_t<l.scales == Scales::I8, int8_t, uint16_t>;
+  constexpr size_t codes = codes_bytes(l.codes), scales = scale_bytes(l.scales, l.halves);
+  constexpr size_t stride = group_bytes(l.codes, l.scales, l.halves, l.has_min);
+  constexpr size_t super = super_bytes(l.scales, l.has_min);
+  static_assert(!super || F::block == SUPER * GROUP);
+  for (int b = 0; b < cols / F::block; b++, out += super + stride * (F::block / GROUP))
     for (int row = 0; row < n; row++) {
+      const uint8_t* block = rows[row] + size_t(b) * F::bytes;
+      if constexpr (super) {
+        reinterpret_cast<uint16_t*>(out)[row] = F::super(block);
+        if constexpr (l.has_min) reinterpret_cast<uint16_t*>(out)[PANEL + row] = F::super_min(block);
+      }
 #pragma GCC unroll 8  // every shift and nibble of a block becomes a constant
       for (int j = 0; j < F::block / GROUP; j++) {
         Group<Scale> group;
-        F::group(rows[row] + size_t(b) * F::bytes, j, group);
-        uint8_t* at = out + j * stride;
+        F::group(block, j, group);
+        uint8_t* at = out + super + j * stride;
         for (size_t i = 0; i < codes / (4 * PANEL); i++)
           std::memcpy(at + 4 * PANEL * i + 4 * row, group.code + 4 * i, 4);
         for (int h = 0; h < l.halves; h++) {
@@ -257,9 +265,9 @@ constexpr Format quantised(const char* name) {
 }
 
 const Format FORMATS[] = {
-    {"F32", {Codes::F32, false, false, 1, 0}, 1, 4, pack_floats<uint32_t>},
-    {"F16", {Codes::F16, false, false, 1, 0}, 1, 2, pack_floats<uint16_t>},
-    {"BF16", {Codes::BF16, false, false, 1, 0}, 1, 2, pack_floats<uint16_t>},
+    {"F32", {Codes::F32, Scales::F32, false, 1, 0}, 1, 4, pack_floats<uint32_t>},
+    {"F16", {Codes::F16, Scales::F32, false, 1, 0}, 1, 2, pack_floats<uint16_t>},
+    {"BF16", {Codes::BF16, Scales::F32, false, 1, 0}, 1, 2, pack_floats<uint16_t>},
     quantised<Q4_0>("Q4_0"),
     quantised<Q4_1>("Q4_1"),
     quantised<Q5_0>("Q5_0"),
@@ -296,7 +304,7 @@ size_t row_bytes(const std::string& format, int cols) {
 PackedWeight plan_weight(const Layout& l, int rows, int cols) {
   PackedWeight w{l, rows, cols, (rows + PANEL - 1) / PANEL, 0, nullptr, nullptr};
   if (l.quantised())
-    w.panel_bytes = size_t(cols / GROUP) * group_bytes(l.codes, l.scale_f32, l.halves, l.has_min);
+    w.panel_bytes = groups_bytes(l, size_t(cols) / GROUP);
   else
     w.panel_bytes = size_t(cols) * PANEL * (l.codes == Codes::F32 ? 4 : 2);
   return w;

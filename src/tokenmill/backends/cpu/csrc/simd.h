@@ -82,6 +82,9 @@ static TM_INLINE vf vabs(vf a) { return _mm512_abs_ps(a); }
 static TM_INLINE vf to_float(vi a) { return _mm512_cvtepi32_ps(a); }
 static TM_INLINE vi to_int(vf a) { return _mm512_cvtps_epi32(a); }
 static TM_INLINE vi add(vi a, vi b) { return _mm512_add_epi32(a, b); }
+static TM_INLINE vf load_i8(const int8_t* p) {
+  return to_float(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+}
 static TM_INLINE vf load_f16(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 static TM_INLINE void store_f16(uint16_t* p, vf v) {
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
@@ -117,6 +120,9 @@ static TM_INLINE vf vabs(vf a) { return _mm256_andnot_ps(splat(-0.0f), a); }
 static TM_INLINE vf to_float(vi a) { return _mm256_cvtepi32_ps(a); }
 static TM_INLINE vi to_int(vf a) { return _mm256_cvtps_epi32(a); }
 static TM_INLINE vi add(vi a, vi b) { return _mm256_add_epi32(a, b); }
+static TM_INLINE vf load_i8(const int8_t* p) {
+  return to_float(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+}
 static TM_INLINE vf load_f16(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
 static TM_INLINE void store_f16(uint16_t* p, vf v) {
   _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
@@ -159,6 +165,7 @@ static TM_INLINE vf vabs(vf a) { return vabsq_f32(a); }
 static TM_INLINE vf to_float(vi a) { return vcvtq_f32_s32(a); }
 static TM_INLINE vi to_int(vf a) { return vcvtnq_s32_f32(a); }
 static TM_INLINE vi add(vi a, vi b) { return vaddq_s32(a, b); }
+static TM_INLINE vf load_i8(const int8_t* p) { return to_float(vi{p[0], p[1], p[2], p[3]}); }
 static TM_INLINE vf load_f16(const uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
 static TM_INLINE void store_f16(uint16_t* p, vf v) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(v))); }
 static TM_INLINE vf load_bf16(const uint16_t* p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
@@ -201,6 +208,7 @@ static TM_INLINE vi to_int(vf a) {
   return r;
 }
 static TM_INLINE vi add(vi a, vi b) { return a + b; }
+static TM_INLINE vf load_i8(const int8_t* p) { return to_float(vi{p[0], p[1], p[2], p[3]}); }
 static TM_INLINE vf load_f16(const uint16_t* p) {
   return vf{f16_to_f32_bits(p[0]), f16_to_f32_bits(p[1]), f16_to_f32_bits(p[2]), f16_to_f32_bits(p[3])};
 }
