@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 
 from tests.support.steps import Driver
 from tokenmill.program import OPS, StepShape
@@ -20,8 +21,8 @@ CONTEXT = 256  # positions before an attention step
 PROFILED = [name for name in BACKENDS if name != "reference"]
 
 
-def seconds_of(case: OpCase, shape: dict, rows: int, factory) -> tuple[float, float, float]:
-    """(seconds, flops, bytes) of the op on `rows` tokens; for attention, after CONTEXT others."""
+def timer(case: OpCase, shape: dict, rows: int, factory) -> tuple[Callable[[], float], float, float]:
+    """(seconds of the op in a step of `rows` tokens, each time it is called; flops; bytes). Attention after CONTEXT."""
     program, op = case.program(shape, rows)
     num_pages = -(-(CONTEXT + rows) // 16)
     limits = dict(num_pages=num_pages, max_tokens=CONTEXT, max_requests=1, max_logit_rows=rows, num_threads=1)
@@ -30,14 +31,13 @@ def seconds_of(case: OpCase, shape: dict, rows: int, factory) -> tuple[float, fl
         driver.step({0: [0] * CONTEXT}, all_logits=False)
     step = driver.inputs({0: list(range(rows))}, all_logits=case.op == "select_rows")
     driver.executor.profile(True)
-    best, stop = float("inf"), time.perf_counter() + SECONDS
-    while time.perf_counter() < stop:
+
+    def seconds() -> float:
         driver.executor.forward(step)
-        best = min(
-            best, sum(s for name, where, s in driver.executor.op_seconds() if (name, where) == (op.name, op.where))
-        )
+        return sum(s for name, where, s in driver.executor.op_seconds() if (name, where) == (op.name, op.where))
+
     size = StepShape(rows, len(step.logit_rows), int((step.positions + 1).sum()))
-    return best, OPS[op.name].flops(op, size), OPS[op.name].bytes(op, size)
+    return seconds, OPS[op.name].flops(op, size), OPS[op.name].bytes(op, size)
 
 
 def main() -> None:
@@ -49,7 +49,10 @@ def main() -> None:
     for case in CASES:
         for shape in case.perf if not arguments.ops or case.op in arguments.ops else ():
             for rows in (1, 128):
-                seconds, flops, moved = seconds_of(case, shape, rows, BACKENDS[arguments.backend])
+                run, flops, moved = timer(case, shape, rows, BACKENDS[arguments.backend])
+                seconds, stop = float("inf"), time.perf_counter() + SECONDS
+                while time.perf_counter() < stop:
+                    seconds = min(seconds, run())
                 rates = f"{moved / seconds / 1e9:7.1f} {flops / seconds / 1e9:8.1f}"
                 print(f"{label(case, shape):56} {rows:5} {seconds * 1e6:9.1f} {rates}", flush=True)
 

@@ -93,10 +93,13 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     if not os.path.exists(path):
         raise ModelFileError(f"{path} does not exist")
     if os.path.exists(path / "config.json"):
-        return _open_folder(path)
-    if path.suffix in (".safetensors", ".json"):
+        checkpoint = _open_folder(path)
+    elif path.suffix in (".safetensors", ".json"):
         raise ModelFileError(f"{path} is one file of a Hugging Face folder; give the folder, {path.parent}")
-    return _open_gguf(path)
+    else:
+        checkpoint = _open_gguf(path)
+    checkpoint.release()  # the vectors that were read lie all over the files, and brought their neighbours
+    return checkpoint
 
 
 def _open_gguf(path: Path) -> Checkpoint:
