@@ -55,7 +55,7 @@ def test_a_prompts_tokens_are_cheaper_still(seconds):
 
 
 def test_decoding_after_2048_tokens_costs_the_reading_of_their_keys_and_values(seconds):
-    """47 MB of them beside 97 MB of weights: 0.67 if each byte costs the same, 0.64 measured, 0.47 at twice the cost."""
+    """47 MB of them beside 97 MB of weights: 0.67 if each byte costs the same, 0.64 measured, 0.47 if twice as much."""
     assert race(seconds["decode"], seconds["decode after 2048"], floor=0.53) >= 0.53
 
 
