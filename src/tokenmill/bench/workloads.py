@@ -10,6 +10,7 @@ which is what shared_prefix, multiturn and agent measure, and never from the rou
     shared_prefix  one system prompt of 1,000 tokens before every question of 30; outputs of 32
     multiturn      8 conversations of 6 turns
     agent          one workflow at a time, 10 calls over a growing history with tool results
+    streams        64 answers of 256 tokens to short questions, all at once: what a token costs beside the model
 """
 
 from __future__ import annotations
@@ -118,7 +119,14 @@ def agent(seed: int, count: int | None) -> Workload:
     return Workload("agent", tuple(sessions), 1)
 
 
+def streams(seed: int, count: int | None) -> Workload:
+    prose = Prose(seed)
+    sessions = tuple(_single(_user(prose.passage(20)), 256) for _ in range(count or 64))
+    return Workload("streams", sessions, len(sessions))
+
+
 WORKLOADS = {"chat": chat, "shared_prefix": shared_prefix, "multiturn": multiturn, "agent": agent}
+MORE_WORKLOADS = {"streams": streams}  # not of `all`
 
 
 def from_jsonl(path: Path, default_max_tokens: int) -> Workload:
@@ -165,8 +173,8 @@ def make_workload(
 
     Raises ConfigError for a name that is neither.
     """
-    if name in WORKLOADS:
-        workload = WORKLOADS[name](seed, count)
+    if make := (WORKLOADS | MORE_WORKLOADS).get(name):
+        workload = make(seed, count)
     elif name == "json":
         raise ConfigError("workload json needs structured output (response_format), which tokenmill does not have yet")
     elif Path(name).suffix == ".jsonl":
@@ -175,7 +183,7 @@ def make_workload(
             sessions = tuple(workload.sessions[i % len(workload.sessions)] for i in range(count))
             workload = Workload(workload.name, sessions, workload.concurrency)
     else:
-        raise ConfigError(f"workload {name!r} is not one of {', '.join(WORKLOADS)}, nor a .jsonl file")
+        raise ConfigError(f"workload {name!r} is not one of {', '.join(WORKLOADS | MORE_WORKLOADS)}, nor a .jsonl file")
     if rate is None:
         return Workload(workload.name, workload.sessions, concurrency or workload.concurrency)
     clock = random.Random(seed)

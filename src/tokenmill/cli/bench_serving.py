@@ -42,7 +42,7 @@ Entry = tuple[Target, Served | None]  # whom to measure, and its process where i
     multiple=True,
     default=("chat",),
     show_default=True,
-    help="chat, shared_prefix, multiturn, agent, all, or a .jsonl file of your own prompts; may be repeated.",
+    help="chat, shared_prefix, multiturn, agent, all of them, streams, or a .jsonl file of prompts; may be repeated.",
 )
 @click.option(
     "--requests", "count", type=click.IntRange(1), help="Requests, or conversations. Default: the workload's."

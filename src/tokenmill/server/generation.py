@@ -114,18 +114,19 @@ class Generation:
     def _observe_tokens(self, prompt: Prompt, delta: TokenDelta, now: float) -> None:
         new, i, metrics = len(delta.token_ids), delta.index, self.serving.metrics
         metrics.generation_tokens += new
-        if prompt.first_token_times[i]:
-            metrics.inter_token_latency.observe((now - prompt.last_token_times[i]) / new, new)
-        else:
-            prompt.first_token_times[i] = now
-            metrics.time_to_first_token.observe(now - self.arrival)
-            if delta.first_scheduled_time:
-                metrics.queue_time.observe(max(0.0, delta.first_scheduled_time - self.arrival))
-            if i == 0:
-                prompt.num_cached_tokens = delta.num_cached_tokens
-                metrics.prompt_tokens += prompt.num_tokens
-                metrics.request_prompt_tokens.observe(prompt.num_tokens)
+        last = prompt.last_token_times[i]
         prompt.last_token_times[i] = now
+        if last:
+            metrics.inter_token_latency.observe((now - last) / new, new)
+            return
+        prompt.first_token_times[i] = now
+        metrics.time_to_first_token.observe(now - self.arrival)
+        if delta.first_scheduled_time:
+            metrics.queue_time.observe(max(0.0, delta.first_scheduled_time - self.arrival))
+        if i == 0:
+            prompt.num_cached_tokens = delta.num_cached_tokens
+            metrics.prompt_tokens += prompt.num_tokens
+            metrics.request_prompt_tokens.observe(prompt.num_tokens)
 
     def _observe_end(self, prompt: Prompt, changed: ChoiceDelta, now: float) -> None:
         metrics, i = self.serving.metrics, changed.index
@@ -173,7 +174,7 @@ class GenerationResponse:
         self.usage_always = usage_always
         self.events = sse.EventStream()
         self.streamed = stream
-        self._templates: dict[tuple[int, int], sse.Template | None] = {}  # by prompt and choice; None: one event is out
+        self._templates: dict[tuple[int, int], sse.Template] = {}  # by prompt and choice, of those that have begun
         if stream:
             generation.on_changes = self._put
         generation.on_end = self.events.wake
@@ -213,7 +214,10 @@ class GenerationResponse:
     def _put(self, changes: list[tuple[Prompt, ChoiceDelta]]) -> None:
         """Everything that one step of the engine gave goes out in one write; the last one with the end of the answer,
         which is for the task to send."""
-        data = b"".join([self._encode(prompt, changed) for prompt, changed in changes])
+        if len(changes) == 1:
+            data = self._encode(*changes[0])
+        else:
+            data = b"".join([self._encode(prompt, changed) for prompt, changed in changes])
         if not self.generation.finished:
             if data:
                 self.events.put(data)
@@ -225,16 +229,14 @@ class GenerationResponse:
     def _encode(self, prompt: Prompt, changed: ChoiceDelta) -> bytes:
         """The events of one delta. All but the first and the last of a choice come from a template."""
         key = prompt.position, changed.index
-        if key in self._templates and changed.finish_reason is None and self.form.text_only and not self.usage_always:
-            if not changed.text:
-                return b""
-            template = self._templates[key]
-            if template is None:
-                pattern = self.form.chunks(prompt, ChoiceDelta(changed.index, sse.PLACE))
-                template = self._templates[key] = sse.Template(self._event(pattern, None))
-            return template.fill(changed.text)
-        self._templates.setdefault(key)
-        return b"".join([self._event([choice], None) for choice in self.form.chunks(prompt, changed)])
+        template = self._templates.get(key)
+        if template is not None and changed.finish_reason is None:
+            return template.fill(changed.text) if changed.text else b""
+        data = b"".join([self._event([choice], None) for choice in self.form.chunks(prompt, changed)])
+        if self.form.text_only and not self.usage_always and changed.finish_reason is None:
+            pattern = self.form.chunks(prompt, ChoiceDelta(changed.index, sse.PLACE))
+            self._templates[key] = sse.Template(self._event(pattern, None))
+        return data
 
     def _event(self, choices: list[Any], usage: UsageBody | None) -> bytes:
         answer = self.form.answer(choices)

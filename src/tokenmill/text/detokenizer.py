@@ -8,7 +8,6 @@ is still open. So the pieces joined are the whole decoded at once, for every way
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable
 
 from .tokenizer import Tokenizer
 
@@ -46,9 +45,6 @@ class Detokenizer:
         text = self._decode(data)
         self._open = bool(self._decoder.getstate()[0])
         return text
-
-    def push_all(self, token_ids: Iterable[int]) -> str:
-        return "".join([self.push(token_id) for token_id in token_ids])
 
     def flush(self) -> str:
         """What is left of an unfinished character, as U+FFFD. Nothing may be pushed after it."""

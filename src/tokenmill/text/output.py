@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from ..core import FinishReason, TokenLogprobs, Usage
 from ..engine.messages import AbortRequest, AddRequest, TokenDelta
 from .detokenizer import Detokenizer
@@ -40,13 +42,12 @@ class Logprob(Candidate):
     top: tuple[Candidate, ...] = ()
 
 
-@dataclass(slots=True)
-class ChoiceDelta:
+class ChoiceDelta(msgspec.Struct):
     """What one TokenDelta added to one choice."""
 
     index: int
     text: str = ""
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = []
     logprobs: list[Logprob] | None = None  # one for each of token_ids, when asked for
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop string or stop token id; None for the model's own end token
@@ -88,7 +89,7 @@ class RequestState:
         self.num_cached_tokens = 0
         self.first_scheduled_time = 0.0  # time.monotonic()
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None if params.prompt_logprobs is None else [None]
-        self._plain = params.logprobs is None and not params.stop_strings
+        self._plain = params.logprobs is params.prompt_logprobs is None and not params.stop_strings
         self._ends = frozenset(add.eos_token_ids) | frozenset(params.stop_token_ids or ())
         last = add.prompt_token_ids[-1] if add.prompt_token_ids else None
         self.choices = [
@@ -116,16 +117,16 @@ class RequestState:
 
     def process(self, delta: TokenDelta) -> ChoiceDelta | None:
         """None where there is nothing new to show. Deltas of a choice must come in the engine's order."""
+        choice = self.choices[delta.index]
+        if self._plain and choice.token_ids and choice.finish_reason is None and delta.finish_reason is None:
+            return self._pass(choice, delta.token_ids)
         if delta.prompt_logprobs and self.prompt_logprobs is not None:
             self.prompt_logprobs.extend(delta.prompt_logprobs)
-        choice = self.choices[delta.index]
         if choice.finished:
             return None
         if delta.index == 0:  # its siblings find the prompt that it has just computed: no hit of the cache
             self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
         self.first_scheduled_time = self.first_scheduled_time or delta.first_scheduled_time
-        if self._plain and delta.finish_reason is None:
-            return self._pass(choice, delta.token_ids)
         out = ChoiceDelta(delta.index, logprobs=None if choice.logprobs is None else [])
         matcher = choice.matcher
         text: list[str] = []
@@ -154,15 +155,13 @@ class RequestState:
 
     @staticmethod
     def _pass(choice: ChoiceState, token_ids: list[int]) -> ChoiceDelta | None:
-        """process() of tokens that end nothing, where no stop string holds text back and nothing is described: the same
-        in a tenth of the time."""
-        if not token_ids:
-            return None
-        text = choice.detokenizer.push_all(token_ids)
-        choice.num_decoded += len(text)
+        """process() of tokens that begin and end nothing, with no stop string to look for and nothing to describe: the
+        same in a tenth of the time."""
+        push = choice.detokenizer.push
+        text = push(token_ids[0]) if len(token_ids) == 1 else "".join([push(token_id) for token_id in token_ids])
         choice.text += text
         choice.token_ids += token_ids
-        return ChoiceDelta(choice.index, text, token_ids)
+        return ChoiceDelta(choice.index, text, token_ids) if token_ids else None
 
     def _take(self, choice: ChoiceState, token_id: int, logprobs: TokenLogprobs | None, hidden: bool) -> str:
         """Detokenise one token into choice.waiting; -> text safe to show. The token that ends a reply is not shown,
