@@ -240,6 +240,13 @@ def test_decode_counts_only_while_every_stream_decodes(tiny):
     runner.close()
 
 
+def test_a_decode_case_that_says_nothing_is_an_error_in_its_row(tiny):
+    runner = runner_of(tiny, max_num_batched_tokens=8)
+    result = run([runner], [batch_case(8, 64, 4)], vocab_size=runner.vocab_size, repeat=1)
+    assert "--max-num-batched-tokens" in result["rounds"][0]["error"] and result["medians"][0]["tokenmill"] is None
+    runner.close()
+
+
 def test_a_late_prompt_is_computed_beside_the_streams(tiny):
     runner = runner_of(tiny, max_num_batched_tokens=32)
     timing = runner.generate([[5] * 4, [6] * 4], 20, late=[7] * 100)

@@ -53,6 +53,10 @@ class Case:
             return "decode, many streams" if self.streams > 1 else "decode"
         return self.counts
 
+    def says_something(self, timing: Timing) -> bool:
+        """False where the first stream ended before the last began: steps too small for so many streams."""
+        return self.counts not in ("decode", "mixed") or timing.decoded > 0
+
     def rate(self, timing: Timing) -> float:
         """Tokens a second of what the case counts."""
         if self.counts == "prefill":

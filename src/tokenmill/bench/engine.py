@@ -80,7 +80,8 @@ def run_cases(
                 except RunnerDied as error:
                     deaths[case.name, runner.name] += 1
                     row["error"] = str(error)
-                    progress(str(error))
+                if "error" in row:
+                    progress(f"{runner.name}: {row['error']}")
                 rounds.append(row)
             after = ceilings()
             measured.append({"case": case.name, "round": number, **middle([before, after]).rounded()})
@@ -91,6 +92,8 @@ def run_cases(
 
 def _run(runner: Runner, case: Case, prompts: list[list[int]], late: list[int]) -> dict[str, Any]:
     timing = runner.generate(prompts, case.output_tokens, late or None)
+    if not case.says_something(timing):
+        return {"error": "a stream ended before all had begun: give a larger --max-num-batched-tokens"}
     row = {
         "tokens_per_s": round(case.rate(timing), 2),
         "first_s": round(timing.first, 5),
