@@ -7,6 +7,7 @@ that asks for what tokenmill lacks an UnsupportedModel; both name the key. Knows
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import repeat
 from typing import Any
 
 from ..errors import ModelFileError, UnsupportedModel
@@ -64,7 +65,7 @@ def _byte_level(metadata, pieces: list[str], pre) -> LibraryVocabulary:
     if len(types) != len(pieces):
         raise ModelFileError(f"tokenizer.ggml has {len(pieces)} tokens and {len(types)} token types; they must agree")
     vocab = index_pieces(pieces)
-    merges: list[Any] = [tuple(merge.split(" ")) for merge in _strings(metadata, "merges")]
+    merges: list[Any] = list(map(tuple, map(str.split, _strings(metadata, "merges"), repeat(" "))))
     try:
         backend = Tokenizer(BPE(vocab=vocab, merges=merges, ignore_merges=pre.ignore_merges))
     except Exception:  # looked for only now: checking each merge costs more than all the rest
