@@ -11,7 +11,7 @@
 namespace mill::TM_NS {
 
 constexpr int SUBS = PANEL / W;  // vectors that make one panel
-constexpr int PREFETCH = 2048;   // bytes ahead: panels follow each other in memory
+constexpr int PREFETCH = 4096;   // bytes ahead: panels follow each other in memory
 constexpr int WIDE_PASSES = 2;   // more tiles of tokens than this make it pay to widen 4-bit codes first
 
 #if TM_AVX512
@@ -277,29 +277,39 @@ static TM_INLINE vf load_weight(const uint8_t* p, size_t index) {
   if constexpr (C == Codes::BF16) return load_bf16((const uint16_t*)p + index);
 }
 
-template <Codes C, int TN>
-static void float_tile(const LinearArgs& a, int panel, int token, const uint8_t* base, Ahead) {
+// TN tokens against PANELS panels at once: as many chains of sums as it takes to hide the latency of one.
+template <Codes C, int TN, int PANELS>
+static void float_tile(const LinearArgs& a, int panel, int token) {
   const PackedWeight& w = *a.weight;
+  const uint8_t* base = w.data + size_t(panel) * w.panel_bytes;
   const float* x = a.x + size_t(token) * w.cols;
-  float tile[TN][PANEL];
-  constexpr int PAIR = SUBS == 1 ? 1 : 2;  // vectors worked at once, as registers allow
-  for (int s = 0; s < SUBS; s += PAIR) {
-    vf acc[TN][PAIR];
-    for (int t = 0; t < TN; t++)
-      for (int p = 0; p < PAIR; p++) acc[t][p] = splat(0.0f);
+  constexpr int VECTORS = PANELS > 1 ? PANELS * SUBS : SUBS > 1 ? 2 : 1;  // worked at once
+  float tile[TN][PANELS * PANEL];
+  for (int first = 0; first < PANELS * SUBS; first += VECTORS) {
+    vf acc[TN][VECTORS];
+    const uint8_t* from[VECTORS];
+    for (int v = 0; v < VECTORS; v++) {
+      from[v] = base + (first + v) / SUBS * w.panel_bytes;
+      for (int t = 0; t < TN; t++) acc[t][v] = splat(0.0f);
+    }
     for (int k = 0; k < w.cols; k++) {
-      vf row[PAIR];
-      for (int p = 0; p < PAIR; p++) row[p] = load_weight<C>(base, size_t(k) * PANEL + (s + p) * W);
+      vf row[VECTORS];
+      for (int v = 0; v < VECTORS; v++) row[v] = load_weight<C>(from[v], size_t(k) * PANEL + (first + v) % SUBS * W);
+#pragma GCC unroll 8
       for (int t = 0; t < TN; t++) {
         vf xk = splat(x[size_t(t) * w.cols + k]);
-        for (int p = 0; p < PAIR; p++) acc[t][p] = fma(row[p], xk, acc[t][p]);
+        for (int v = 0; v < VECTORS; v++) acc[t][v] = fma(row[v], xk, acc[t][v]);
       }
     }
     for (int t = 0; t < TN; t++)
-      for (int p = 0; p < PAIR; p++) store(tile[t] + (s + p) * W, acc[t][p]);
+      for (int v = 0; v < VECTORS; v++) store(tile[t] + (first + v) * W, acc[t][v]);
   }
-  for (int t = 0; t < TN; t++) store_panel(a, panel * PANEL, token + t, tile[t]);
+  for (int t = 0; t < TN; t++)
+    for (int p = 0; p < PANELS; p++) store_panel(a, (panel + p) * PANEL, token + t, tile[t] + p * PANEL);
 }
+
+// Panels that a tile of n float tokens takes at once, as registers allow.
+constexpr int float_panels(int n) { return (n > TILE / 2 ? 2 : 4) / SUBS > 1 ? (n > TILE / 2 ? 2 : 4) / SUBS : 1; }
 
 using TileFn = void (*)(const LinearArgs&, int panel, int token, const uint8_t* base, Ahead ahead);
 
@@ -319,7 +329,7 @@ struct Tiles {
 // Panels outside tokens inside a block of tokens.
 static void run_tiles(const LinearArgs& a, int panel0, int panel1, const Tiles& k) {
   const PackedWeight& w = *a.weight;
-  const int block = cached_tokens(a), groups = w.cols < GROUP ? 1 : w.cols / GROUP;
+  const int block = cached_tokens(a), groups = w.cols / GROUP;
   for (int t0 = 0; t0 < a.tokens; t0 += block) {
     const int t1 = t0 + block < a.tokens ? t0 + block : a.tokens, passes = (t1 - t0 + TILE - 1) / TILE;
     for (int panel = panel0; panel < panel1; panel++) {
@@ -368,10 +378,29 @@ static void linear_quant(const LinearArgs& a, int panel0, int panel1) {
 
 template <Codes C>
 static void linear_float(const LinearArgs& a, int panel0, int panel1) {
-#define TM_TILE(n) float_tile<C, n>
-  static constexpr Tiles kind = {TM_TILES, nullptr, nullptr};
-  run_tiles(a, panel0, panel1, kind);
+  using Fn = void (*)(const LinearArgs&, int panel, int token);
+#define TM_TILE(n) float_tile<C, n, float_panels(n)>
+  static constexpr Fn tiles[TILE] = TM_TILES;
 #undef TM_TILE
+#define TM_TILE(n) float_tile<C, n, 1>
+  static constexpr Fn single[TILE] = TM_TILES;
+#undef TM_TILE
+  const int block = cached_tokens(a);
+  for (int t0 = 0; t0 < a.tokens; t0 += block) {
+    const int t1 = t0 + block < a.tokens ? t0 + block : a.tokens;
+    for (int panel = panel0, step; panel < panel1; panel += step) {
+      const int widest = t1 - t0 < TILE ? float_panels(t1 - t0) : float_panels(TILE);
+      step = panel + widest <= panel1 ? widest : 1;
+      for (int t = t0; t < t1; t += TILE) {
+        const int n = t1 - t < TILE ? t1 - t : TILE;
+        for (int p = panel; p < panel + step;) {
+          const bool together = p + float_panels(n) <= panel + step;
+          (together ? tiles : single)[n - 1](a, p, t);
+          p += together ? float_panels(n) : 1;
+        }
+      }
+    }
+  }
 }
 
 static void linear(const LinearArgs& a, int p0, int p1) {
