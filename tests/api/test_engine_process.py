@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from tokenmill.engine.messages import (
     AbortRequest,
     AddRequest,
     Drain,
+    EngineFailed,
     EngineReady,
     EngineStats,
     FromEngine,
@@ -26,7 +28,7 @@ from tokenmill.engine.messages import (
     ToEngine,
     TokenDelta,
 )
-from tokenmill.engine.supervisor import EngineGone, Supervisor
+from tokenmill.engine.supervisor import EngineChannel, EngineGone, Supervisor
 
 ROOT = Path(__file__).resolve().parents[2]
 FACTORY = "tests.api.engine_double:load"
@@ -39,8 +41,26 @@ class Listener:
         self.folder = folder
         self.events: queue.Queue = queue.Queue()
         self.stats: EngineStats | None = None  # the newest
-        self.supervisor = Supervisor(EngineConfig(model=str(folder)), self.events.put, factory=FACTORY)
+        self.supervisor = Supervisor(EngineConfig(model=str(folder)), self.hear, factory=FACTORY)
         self.supervisor.start()
+
+    def hear(self, event) -> None:
+        if isinstance(event, EngineChannel):  # on the supervisor's thread, which waits for the end elsewhere
+            threading.Thread(target=self.read, args=(event,), daemon=True).start()
+        else:
+            self.events.put(event)
+
+    def read(self, engine: EngineChannel) -> None:
+        failure = None
+        try:
+            while True:
+                for message in engine.channel.receive(wait=True):
+                    if isinstance(message, EngineFailed):
+                        failure = message.message
+                    else:
+                        self.events.put(message)
+        except EOFError:
+            engine.ended(failure)
 
     def wait_for(self, kind: type, seconds: float = 20.0):
         deadline = time.monotonic() + seconds

@@ -1,4 +1,4 @@
-"""Starts the engine process, reads what it sends, and starts it again when it dies.
+"""Starts the engine process, hands on what it sends, and starts it again when it dies.
 
                  spawn                ready               died (any reason)
     STOPPED ------------> LOADING ------------> READY -----------------------+
@@ -6,7 +6,8 @@
                              | | died before it was ever ready: EngineGone(restart_in=None), the end
                              +-+--------- after a bounded, growing pause <----+
 
-Two threads: `engine-reader` spawns the process and hands every message to `on_event`; `engine-writer` sends, so that
+Two threads: `engine-reader` spawns the process and hands its messages to `on_event` until it is ready, then the channel
+itself, to be read where the messages are needed: one thread less to wake for each step. `engine-writer` sends, so that
 a caller never waits for an engine that is deep in a step. The reader lives as long as the supervisor, which matters:
 Linux kills a child with PR_SET_PDEATHSIG when the *thread* that spawned it ends.
 
@@ -48,8 +49,17 @@ class EngineGone:
     restart_in: float | None  # seconds; None: it never got ready and is not tried again
 
 
+@dataclass(frozen=True, slots=True)
+class EngineChannel:
+    """The engine is ready: whoever gets this reads `channel` until EOFError, then calls ended() and reads no more."""
+
+    channel: Channel
+    ended: Callable[[str | None], None]  # with EngineFailed's message, if one came
+
+
 class Supervisor:
-    """Owns one engine process at a time. `on_event` is called on the reader thread, in order."""
+    """Owns one engine process at a time. `on_event` is called on the reader thread, in order: messages, EngineChannel,
+    EngineGone."""
 
     def __init__(self, config: EngineConfig, on_event: Callable[[Any], None], *, factory: str = DEFAULT_FACTORY):
         self.config = config
@@ -58,6 +68,7 @@ class Supervisor:
         self.process: subprocess.Popen | None = None
         self._channel: Channel | None = None
         self._outbox: queue.SimpleQueue = queue.SimpleQueue()
+        self._end: queue.SimpleQueue = queue.SimpleQueue()  # what ended() was called with
         self._stopping = threading.Event()
         self._lock = threading.Lock()  # of `process`, against a stop while it is being spawned
         self._reader = threading.Thread(target=self._run, name="engine-reader", daemon=True)
@@ -83,6 +94,7 @@ class Supervisor:
             if self.process is not None:
                 self.process.kill()
         self._outbox.put(None)
+        self._end.put(None)
         if self._reader.is_alive() and threading.current_thread() is not self._reader:
             self._reader.join(5.0)
 
@@ -115,13 +127,16 @@ class Supervisor:
             self._channel = channel = Channel(ours, FromEngine)
             was_ready, failure = False, None
             with contextlib.suppress(EOFError):
-                while True:
+                while not was_ready:
                     for message in channel.receive(wait=True):
                         if isinstance(message, EngineFailed):
                             failure = message.message
                         else:
                             was_ready = was_ready or isinstance(message, EngineReady)
                             self.on_event(message)
+            if was_ready:
+                self.on_event(EngineChannel(channel, self._end.put))
+                failure = self._end.get() or failure
             self._channel = None
         ended = self._how_it_ended()
         return was_ready, failure or ended

@@ -1,8 +1,8 @@
 """The event loop's side of the engine process: submit requests, hand their tokens on, abort, watch its health.
 
-    reader thread --call_soon_threadsafe, once a step--> EngineClient --> EngineStream --> Sink of each caller
+    engine process --socket, a message a step--> EngineClient --> EngineStream --> Sink of each caller
 
-Everything here but `_from_reader` runs on the event loop's thread. It knows nothing of HTTP and of text.
+Everything here but `_from_supervisor` runs on the event loop's thread. It knows nothing of HTTP and of text.
 """
 
 from __future__ import annotations
@@ -18,9 +18,17 @@ from typing import Any, Protocol
 import msgspec
 
 from ..config import EngineConfig
-from ..engine.messages import AbortRequest, AddRequest, EngineReady, EngineStats, OutputBatch, TokenDelta
+from ..engine.messages import (
+    AbortRequest,
+    AddRequest,
+    EngineFailed,
+    EngineReady,
+    EngineStats,
+    OutputBatch,
+    TokenDelta,
+)
 from ..engine.process import DEFAULT_FACTORY
-from ..engine.supervisor import EngineGone, Supervisor
+from ..engine.supervisor import EngineChannel, EngineGone, Supervisor
 from ..errors import EngineUnavailable, InvalidRequest, Overloaded, SetupError, TokenmillError
 
 log = logging.getLogger("tokenmill")
@@ -60,6 +68,8 @@ class Sink(Protocol):
 class EngineStream:
     """One caller's requests in the engine; what it gives goes to `sink` at once, without a task to be woken for each
     token. Close it, always: that frees the engine."""
+
+    __slots__ = ("_client", "_deltas", "_open", "_sink")  # touched for each token of each stream: few cache lines
 
     def __init__(self, client: EngineClient, adds: Iterable[AddRequest], sink: Sink):
         self._client = client
@@ -131,11 +141,12 @@ class EngineClient:
         self.num_rejected = 0  # requests that found the queue full
         self.on_gone: Callable[[EngineGone], None] = lambda gone: None
         self._past = EngineStats()  # counters of engines that died
-        self._supervisor = Supervisor(config, self._from_reader, factory=factory)
+        self._supervisor = Supervisor(config, self._from_supervisor, factory=factory)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._early: list[Any] = []  # events from before the loop ran; with the lock
         self._lock = threading.Lock()
         self._first: asyncio.Future | None = None
+        self._failure: str | None = None  # the engine's last words
 
     # ---- life
 
@@ -208,13 +219,25 @@ class EngineClient:
 
     # ---- events
 
-    def _from_reader(self, event: Any) -> None:
-        """On the reader thread."""
+    def _from_supervisor(self, event: Any) -> None:
+        """On the supervisor's thread."""
         with self._lock, contextlib.suppress(RuntimeError):  # the loop is closed: the server is going away
             if self._loop is None:
                 self._early.append(event)
             else:
                 self._loop.call_soon_threadsafe(self._handle, event)
+
+    def _read(self, engine: EngineChannel) -> None:
+        """The engine sent something, or its end of the channel is closed."""
+        try:
+            messages = engine.channel.receive(wait=False)
+        except EOFError:
+            assert self._loop is not None
+            self._loop.remove_reader(engine.channel.sock)
+            engine.ended(self._failure)
+            return
+        for message in messages:
+            self._handle(message)
 
     def _handle(self, event: Any) -> None:
         if isinstance(event, OutputBatch):
@@ -241,6 +264,12 @@ class EngineClient:
                 self._first.set_result(event)
             elif self.num_restarts:
                 log.warning("the engine is ready again")
+        elif isinstance(event, EngineChannel):
+            assert self._loop is not None
+            self._failure = None
+            self._loop.add_reader(event.channel.sock, self._read, event)
+        elif isinstance(event, EngineFailed):
+            self._failure = event.message
         elif isinstance(event, EngineGone):
             self._gone(event)
 

@@ -29,6 +29,8 @@ from .state import Serving
 class Prompt:
     """One prompt of an API request, with the state of its choices."""
 
+    __slots__ = ("add", "first_token_times", "last_token_times", "num_cached_tokens", "position", "state", "text")
+
     def __init__(self, position: int, add: AddRequest, tokenizer: Any, text: str | None = None):
         self.position = position  # among the request's prompts
         self.add = add
@@ -49,6 +51,20 @@ class Prompt:
 
 class Generation:
     """The sequences of one API request. Use as a context: leaving it aborts whatever still runs."""
+
+    __slots__ = (
+        "_by_id",
+        "_unfinished",
+        "arrival",
+        "count_output",
+        "error",
+        "error_told",
+        "on_changes",
+        "on_end",
+        "prompts",
+        "serving",
+        "stream",
+    )
 
     def __init__(self, serving: Serving, prompts: list[Prompt], *, count_output: bool = True):
         self.serving = serving
@@ -166,6 +182,8 @@ class Format(Protocol):
 
 class GenerationResponse:
     """The ASGI answer: whole or streamed, ended by the client's leaving as well as by the engine's finishing."""
+
+    __slots__ = ("_templates", "events", "form", "generation", "streamed", "usage", "usage_always")
 
     def __init__(self, generation: Generation, form: Format, *, stream: bool, usage: bool, usage_always: bool = False):
         self.generation = generation

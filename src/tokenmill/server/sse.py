@@ -46,6 +46,8 @@ class EventStream:
     errors can have a status.
     """
 
+    __slots__ = ("_waiting", "_wake", "_write_now", "started")
+
     def __init__(self) -> None:
         self.started = False
         self._waiting: list[bytes] = []

@@ -81,6 +81,19 @@ class ChoiceState:
 class RequestState:
     """One request of params.n choices. Not thread-safe: one owner."""
 
+    __slots__ = (
+        "_ends",
+        "_plain",
+        "choices",
+        "first_scheduled_time",
+        "num_cached_tokens",
+        "params",
+        "prompt_logprobs",
+        "prompt_token_ids",
+        "request_id",
+        "tokenizer",
+    )
+
     def __init__(self, add: AddRequest, tokenizer: Tokenizer):
         self.request_id = add.request_id
         self.prompt_token_ids = add.prompt_token_ids
