@@ -1,4 +1,4 @@
-"""A real model's steps against each other: what batching, prompts and context cost beside one decoded token."""
+"""A real model's steps against each other, on one thread: what batching, prompts and context cost beside one token."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STREAMS, PROMPT, LONG = 16, 256, 2048
 def driver(smollm2_path) -> Driver:
     checkpoint = open_checkpoint(smollm2_path)
     program = build_model(checkpoint.config, checkpoint.weights).program
-    executor = CpuExecutor(program, num_pages=NUM_PAGES, num_threads=2, max_tokens=PROMPT, max_requests=STREAMS)
+    executor = CpuExecutor(program, num_pages=NUM_PAGES, num_threads=1, max_tokens=PROMPT, max_requests=STREAMS)
     return Driver(executor, num_pages=NUM_PAGES)
 
 
@@ -51,7 +51,7 @@ def test_sixteen_streams_share_each_reading_of_the_weights(seconds):
 
 
 def test_a_prompts_tokens_are_cheaper_still(seconds):
-    assert PROMPT * race(seconds["decode"], seconds["prompt"], floor=6 / PROMPT) >= 6
+    assert PROMPT * race(seconds["decode"], seconds["prompt"], floor=5 / PROMPT) >= 5
 
 
 def test_decoding_after_2048_tokens_costs_the_reading_of_their_keys_and_values(seconds):

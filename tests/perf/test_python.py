@@ -39,7 +39,7 @@ def test_a_step_calls_so_many_functions_for_each_row():
     a_row = (many - few) / (RUNNING // 2)
     print(f"{a_row:.1f} calls a row, {few - a_row * RUNNING / 2:.0f} a step", end=" ")
     assert a_row <= 36
-    assert few - a_row * RUNNING / 2 <= 80
+    assert few - a_row * RUNNING / 2 <= 85
 
 
 def test_a_token_becomes_text_in_so_many_calls(smollm2_path):
@@ -55,4 +55,4 @@ def test_a_token_becomes_text_in_so_many_calls(smollm2_path):
 
     a_token = calls_of(pass_all) / len(words)
     print(f"{a_token:.1f} calls a token", end=" ")
-    assert a_token <= 17
+    assert a_token <= 9

@@ -84,4 +84,4 @@ def test_a_start_to_the_first_token_against_importing_what_it_needs(smollm2_path
         server.stop()
         return seconds
 
-    assert race(timed(libraries), start, floor=0.3, rounds=3) >= 0.3
+    assert race(timed(libraries), start, floor=0.25, rounds=3) >= 0.25
