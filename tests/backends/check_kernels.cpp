@@ -69,7 +69,8 @@ static void check_linear(const KernelTable& k, const KernelTable& plain, const c
     const KernelTable& table = i ? plain : k;
     Rows quantised(table, x, tokens, cols, fine);
     out[i].resize(residual.size());
-    table.linear({&w, x.data(), quantised.view, residual.data(), out[i].data(), tokens}, 0, w.panels);
+    std::vector<uint8_t> scratch(linear_scratch(cols));
+    table.linear({&w, x.data(), quantised.view, residual.data(), out[i].data(), tokens, scratch.data()}, 0, w.panels);
     row[i].resize(cols);
     table.unpack_row(w, 17, 2.0f, row[i].data());
   }
