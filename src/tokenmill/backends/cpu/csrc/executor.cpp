@@ -124,8 +124,8 @@ void Executor::ready(int logits_slot) {
   for (int i = 0; i < pool_.threads(); i++) scratch_.push_back(workspace(round_up(scratch + 16, 16)));
   partials_ = workspace(size_t(MAX_PARTIALS) * partial_stride_ + 1);
   states_ = reinterpret_cast<SegmentState*>(workspace(size_t(MAX_PARTIALS) * states_stride_ * 2 + 1));
-  num_counters_ = int(ops_.size()) * 2 + int(rope_tables_.size()) + 2;
-  counters_ = std::make_unique<std::atomic<int>[]>(num_counters_);
+  num_phases_ = int(ops_.size()) * 2 + int(rope_tables_.size()) + 2;
+  phases_ = std::make_unique<Phase[]>(num_phases_);
 }
 
 // Rows given out at once: if there are enough, so many that two threads seldom write into the cache lines of one tile
@@ -136,18 +136,16 @@ int Executor::row_chunk(int rows) const {
   return 1;
 }
 
-// Items in chunks to whichever thread is free, then a barrier. Who computes an item never changes its bits.
+// Who computes an item never changes its bits.
 template <class F>
 void Executor::parallel(int items, int chunk, int& phase, F f) {
-  std::atomic<int>& next = counters_[phase++];
-  if (items > 0)
-    for (int i; (i = next.fetch_add(chunk, std::memory_order_relaxed)) < items;)
-      for (int end = std::min(items, i + chunk); i < end; i++) f(i);
-  pool_.barrier();
+  phases_[phase++].run(items, chunk, [&](int begin, int end) {
+    for (int i = begin; i < end; i++) f(i);
+  });
 }
 
 void Executor::run(const StepArrays& step, const SamplingArrays* sampling) {
-  for (int i = 0; i < num_counters_; i++) counters_[i].store(0, std::memory_order_relaxed);
+  for (int i = 0; i < num_phases_; i++) phases_[i].reset();
   plan_attention(step);
   pool_.run([&](int tid) {
     int phase = 0;
@@ -228,22 +226,18 @@ void Executor::run_linear(const OpNode& op, int rows, int tid, int& phase) {
   int panels = 0;
   for (int w : op.weights) panels += weights_[w].panels;
   const int chunk = std::clamp(panels / (pool_.threads() * 8), 1, 64);
-  std::atomic<int>& next = counters_[phase++];
-  if (rows > 0)
-    for (int p; (p = next.fetch_add(chunk, std::memory_order_relaxed)) < panels;) {
-      int first = p, last = std::min(panels, p + chunk);  // over the panels of all weights, one after the other
-      for (size_t i = 0; i < op.weights.size() && first < last; i++) {
-        const PackedWeight& w = weights_[op.weights[i]];
-        if (first < w.panels) {
-          const float* residual = op.in.size() > 1 ? slots_[op.in[1]].data : nullptr;
-          kernels_->linear({&w, in.data, in.quant, residual, slots_[op.out[i]].data, rows,
-                            reinterpret_cast<uint8_t*>(scratch_[tid])},
-                           first, std::min(last, w.panels));
-        }
-        first = std::max(0, first - w.panels), last -= w.panels;
-      }
+  const float* residual = op.in.size() > 1 ? slots_[op.in[1]].data : nullptr;
+  phases_[phase++].run(rows > 0 ? panels : 0, chunk, [&](int first, int last) {
+    // over the panels of all weights, one after the other
+    for (size_t i = 0; i < op.weights.size() && first < last; i++) {
+      const PackedWeight& w = weights_[op.weights[i]];
+      if (first < w.panels)
+        kernels_->linear(
+            {&w, in.data, in.quant, residual, slots_[op.out[i]].data, rows, reinterpret_cast<uint8_t*>(scratch_[tid])},
+            first, std::min(last, w.panels));
+      first = std::max(0, first - w.panels), last -= w.panels;
     }
-  pool_.barrier();
+  });
 }
 
 void Executor::run_act_mul(const OpNode& op, int rows, int& phase) {

@@ -108,8 +108,8 @@ class Executor {
   std::vector<float*> scratch_;      // of kernels, one a thread
   std::vector<float*> rope_tables_;  // one a ROPE op with tables of its own: (max_tokens, 2, half)
   std::vector<std::pair<const OpNode*, int>> rope_ops_;
-  std::unique_ptr<std::atomic<int>[]> counters_;
-  int num_counters_ = 0;
+  std::unique_ptr<Phase[]> phases_;  // of a step, in order
+  int num_phases_ = 0;
   std::vector<Unit> units_;
   int num_segment_units_ = 0, partial_stride_ = 0, states_stride_ = 0;
   float* partials_ = nullptr;

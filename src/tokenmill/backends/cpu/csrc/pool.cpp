@@ -1,5 +1,7 @@
 #include "pool.h"
 
+#include <chrono>
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #define TM_PAUSE() _mm_pause()
@@ -11,50 +13,72 @@
 
 namespace mill {
 
-Pool::Pool(int threads) : n_(threads < 1 ? 1 : threads) {
-  for (int tid = 1; tid < n_; tid++) workers_.emplace_back([this, tid] { work(tid); });
-}
+namespace {
 
-Pool::~Pool() {
-  stop_ = true;
-  start();
-  for (auto& w : workers_) w.join();
-}
+constexpr int SPINS = 2000;  // about 0.1 ms
 
-void Pool::wait_change(std::atomic<uint32_t>& word, uint32_t old) {
-  for (int i = 0; i < 2000; i++) {
+void wait_change(std::atomic<int>& word, int old) {
+  for (int i = 0; i < SPINS; i++) {
     if (word.load(std::memory_order_acquire) != old) return;
     TM_PAUSE();
   }
   while (word.load(std::memory_order_acquire) == old) word.wait(old, std::memory_order_acquire);
 }
 
-void Pool::start() {
+}  // namespace
+
+// Spins, then looks again every so often. It is not woken: on a busy core whoever is woken pushes aside the very thread
+// whose work it waits for, phase after phase. Who waited in vain spins less the next time.
+void Phase::wait(int items) const {
+  thread_local int patience = SPINS;
+  for (int i = 0; i < patience; i++) {
+    TM_PAUSE();
+    if (done_.load(std::memory_order_acquire) >= items) {
+      patience = SPINS;
+      return;
+    }
+  }
+  patience = patience / 4 > 50 ? patience / 4 : 50;
+  while (done_.load(std::memory_order_acquire) < items) std::this_thread::sleep_for(std::chrono::microseconds(20));
+}
+
+Pool::Pool(int threads) : n_(threads < 1 ? 1 : threads) {
+  for (int tid = 1; tid < n_; tid++) workers_.emplace_back([this, tid] { work(tid); });
+}
+
+Pool::~Pool() {
+  stop_ = true;
+  job_.fetch_add(2);
+  job_.notify_all();
+  for (auto& w : workers_) w.join();
+}
+
+void Pool::open() {
   if (n_ == 1) return;
-  job_.fetch_add(1, std::memory_order_release);
+  job_.fetch_add(1);
   job_.notify_all();
 }
 
-void Pool::barrier() {
+// A worker first counts itself in and then looks whether the job is open; here it is closed first and then looked who
+// is in. Both in one total order, so one of the two sees the other.
+void Pool::close() {
   if (n_ == 1) return;
-  uint32_t generation = generation_.load(std::memory_order_acquire);
-  if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == n_) {
-    arrived_.store(0, std::memory_order_relaxed);
-    generation_.store(generation + 1, std::memory_order_release);
-    generation_.notify_all();
-  } else {
-    wait_change(generation_, generation);
-  }
+  job_.fetch_add(1);
+  for (int active; (active = active_.load()) > 0;) wait_change(active_, active);
 }
 
 void Pool::work(int tid) {
-  uint32_t seen = 0;
-  for (;;) {
-    wait_change(job_, seen);
-    seen++;
+  for (int seen = 0;;) {
+    const int job = job_.load();
     if (stop_) return;
-    call_(context_, tid);
-    barrier();
+    if (job == seen || job % 2 == 0) {
+      wait_change(job_, job);
+      continue;
+    }
+    active_.fetch_add(1);
+    if (job_.load() == job) call_(context_, tid);
+    seen = job;
+    if (active_.fetch_sub(1) == 1) active_.notify_all();
   }
 }
 
