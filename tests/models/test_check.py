@@ -9,7 +9,7 @@ from tests.support.checkpoints import FAMILIES
 from tests.support.executors import LIMITS, NUM_PAGES
 from tests.support.steps import Driver
 from tokenmill.backends.check import CheckedExecutor, CheckFailed, check
-from tokenmill.backends.reference import ReferenceExecutor
+from tokenmill.backends.reference import ReferenceBackend, ReferenceExecutor
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -65,3 +65,64 @@ def test_the_message_names_layer_line_and_weight(tiny):
     checked = CheckedExecutor(program, wrong, num_pages=NUM_PAGES)
     with pytest.raises(CheckFailed, match=r"linear layers\.0\.down_proj \(layer 0, llama\.py:\d+\) differs by"):
         Driver(checked, num_pages=NUM_PAGES).step({0: [9, 8, 7]})
+
+
+# ---- 8-bit rounding of activations is no fault; a wrong kernel beside it is
+
+
+class Rounded(Wrong):
+    """The reference, one quantised matrix of which reads its activations in 8 bits, as the native kernels do."""
+
+    def __init__(self, program, index: int, spoil, features=32, **limits):
+        super().__init__(program, index, spoil, **limits)
+        run_op, rounded = self.backend.run_op, program.ops[index]
+
+        def run(op, inputs, step):
+            if op is rounded:
+                groups = inputs[0].reshape(len(inputs[0]), -1, features)
+                scale = np.maximum(np.abs(groups).max(-1, keepdims=True), 1e-30) / 127
+                x = (np.rint(groups / scale) * scale).reshape(inputs[0].shape).astype(np.float32)
+                inputs = (x, *inputs[1:])
+            return run_op(op, inputs, step)
+
+        self.backend.run_op = run
+
+
+def one_element(y):
+    y = y.copy()
+    y[0, 5] += 0.3 * np.linalg.norm(y[0])
+    return y
+
+
+def one_row(y):
+    y = y.copy()
+    y[-1] *= 1.2
+    return y
+
+
+@pytest.mark.parametrize("features", (16, 32))
+@pytest.mark.parametrize("outlier", (1, 300))
+def test_rounding_to_8_bits_is_allowed_for_and_a_wrong_kernel_is_not(tiny, monkeypatch, outlier, features):
+    """An outlier leaves its group few bits: the row is far off then, and by no more than that rounding explains."""
+    program = tiny("llama", "gguf", format="Q8_0").model.program
+    index = index_of(program, "linear", 0)
+    rms_norm = ReferenceBackend.rms_norm
+
+    def with_outlier(self, op, inputs, step):
+        (y,) = rms_norm(self, op, inputs, step)
+        y = y.copy()
+        y[:, 3] *= outlier
+        return (y,)
+
+    monkeypatch.setattr(ReferenceBackend, "rms_norm", with_outlier)
+
+    def report_of(spoil, tokens):
+        executor = Rounded(program, index, spoil, features, keep_values=True, **LIMITS)
+        return check(program, executor, Driver(executor, num_pages=NUM_PAGES).inputs({0: tokens}))
+
+    for tokens in ([9], [9, 8, 7, 6, 5]):
+        assert report_of(lambda y: y, tokens).failure is None
+        for spoil in (one_element, one_row, lambda y: np.roll(y, 1, axis=1), lambda y: y * 1.2, lambda y: y * 0):
+            failure = report_of(spoil, tokens).failure
+            assert failure is not None and failure.index == index
+    assert "8-bit rounding of its input, which makes" in str(failure)

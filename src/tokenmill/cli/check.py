@@ -25,7 +25,7 @@ def check_model(config: EngineConfig, checkpoint: Any, program: Any, prompt: str
     """
     import numpy as np
 
-    from ..backends.check import LIMITS, QUANTISED_LINEAR, CheckedExecutor
+    from ..backends.check import CheckedExecutor, Difference
     from ..backends.cpu.executor import CpuExecutor
     from ..program import StepInputs
     from ..text.tokenizer import load_tokenizer
@@ -53,7 +53,7 @@ def check_model(config: EngineConfig, checkpoint: Any, program: Any, prompt: str
     def int32(values: Any) -> Any:
         return np.array(values, np.int32)
 
-    worst: dict[str, float] = {}
+    worst: dict[str, Difference] = {}
     done = 0
     for _ in range(1 + DECODE_STEPS):
         places = range(done, len(ids))
@@ -67,13 +67,13 @@ def check_model(config: EngineConfig, checkpoint: Any, program: Any, prompt: str
             logit_rows=int32([len(places) - 1]),
         )
         logits = executor.forward(step)
-        for op, error in executor.report.worst.items():
-            worst[op] = max(worst.get(op, 0.0), error)
+        for op, found in executor.report.worst.items():
+            worst[op] = max(worst.get(op, found), found, key=lambda difference: difference.strain)
         done = len(ids)
         ids.append(int(logits[0].argmax()))
     kernels = dict(executor.executor.decisions)["kernels"]
     steps = 1 + DECODE_STEPS
     click.echo(f"check: {len(program.ops)} ops x {steps} steps on {kernels} agree with the reference", err=True)
-    for op, error in worst.items():
-        limit = QUANTISED_LINEAR if op == "linear" else LIMITS[op]
-        click.echo(f"  {op:<12} off by {error:.1e} of its size at most (limit {limit:.0e})", err=True)
+    for op, found in worst.items():
+        allowed = "" if found.rounding is None else f", 8-bit rounding makes {found.rounding:.2e}"
+        click.echo(f"  {op:<12} off by {found.error:.2e} of its size (limit {found.limit:.2e}{allowed})", err=True)
