@@ -128,8 +128,45 @@ def test_what_is_missing_is_said(tmp_path):
     readme.write_text("no markers")
     assert figures(tmp_path, "results") == "No figures yet: `make bench` measures them."
     save(tmp_path, "engine-1.json", engine_result())
-    with pytest.raises(ConfigError, match="must have the lines"):
+    with pytest.raises(ConfigError, match=r"README\.md: the file must have the lines"):
         update_readme(readme, tmp_path)
+    readme.write_text(f"{BEGIN}\n{END}\n")
     (tmp_path / "engine-2.json").write_text("{")
     with pytest.raises(ConfigError, match=r"engine-2.json is not JSON"):
         update_readme(readme, tmp_path)
+
+
+def test_without_a_usable_result_the_readme_keeps_its_figures(tmp_path):
+    results, readme = tmp_path / "results", tmp_path / "README.md"
+    results.mkdir()
+    readme.write_text(f"{BEGIN}\nmeasured with care\n{END}\n")
+    before = readme.read_text()
+
+    def report():
+        return CliRunner().invoke(main, ["bench", "report", str(results), "--readme", str(readme)])
+
+    assert (done := report()).exit_code == 1 and f"no results in {results}" in done.stderr
+    old = engine_result()
+    del old["complete"]
+    save(results, "engine-1.json", old)
+    save(results, "engine-2.json", engine_result(complete=False))
+    save(results, "engine-3.json", {"kind": "throughput"})
+    save(results, "engine-4.json", engine_result(ceilings=[]))
+    save(results, "engine-5.json", [])
+    save(results, "serving-1.json", {"kind": "serving"})
+    done = report()
+    for name, why in (
+        ("engine-1", "older format"),
+        ("engine-2", "cut short"),
+        ("engine-3", "no engine result"),
+        ("engine-4", "no ceilings"),
+        ("engine-5", "no engine result"),
+        ("serving-1", "no machine"),
+    ):
+        assert any(f"{name}.json" in line and why in line for line in done.stderr.splitlines()), done.stderr
+    assert done.exit_code == 1 and readme.read_text() == before and not (results / "figures.png").exists()
+    save(results, "engine-6.json", engine_result(started="2026-01-01"))
+    save(results, "engine-7.json", engine_result(started="2026-01-02"))
+    done = report()
+    assert done.exit_code == 0 and f"left out: {results / 'engine-6.json'}: a newer one is there" in done.stderr
+    assert "m on 2 cores" in readme.read_text()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +22,43 @@ PLOT = "figures.png"
 WHOLE = 4  # a model with so many cases has a table of its own
 
 
-def newest_results(folder: Path, kind: str) -> list[dict[str, Any]]:
-    """The newest complete result of each model (of serving: of all), the first measured model first."""
+def newest_results(
+    folder: Path, kind: str, skip: Callable[[Path, str], None] = lambda path, why: None
+) -> list[dict[str, Any]]:
+    """The newest complete result of each model (of serving: of all), the first measured model first.
+
+    `skip` is told of each file of that kind that is left out, and why. Raises ConfigError for one that is not JSON.
+    """
     found = []
     for path in sorted(folder.glob(f"{kind}-*.json")):
         try:
             result = json.loads(path.read_text(encoding="utf-8"))
         except ValueError:
             raise ConfigError(f"{path} is not JSON") from None
-        if result.get("kind") == kind and result.get("complete") and result.get("ceilings"):
-            found.append(result)
-    found.sort(key=lambda result: result["machine"]["started"])
-    return list({result.get("model", ""): result for result in found}.values())
+        if why := _unusable(result, kind):
+            skip(path, why)
+        else:
+            found.append((path, result))
+    found.sort(key=lambda pair: pair[1]["machine"]["started"])
+    newest = {result.get("model", ""): result for _, result in found}
+    for path, result in found:
+        if result is not newest[result.get("model", "")]:
+            skip(path, "a newer one is there")
+    return list(newest.values())
+
+
+def _unusable(result: Any, kind: str) -> str | None:
+    """Why a file cannot stand in the README."""
+    if not isinstance(result, dict) or result.get("kind") != kind:
+        return f"it is no {kind} result"
+    missing = [key for key in ("machine", "medians", "rounds") if not result.get(key)]
+    if missing or not isinstance(result["machine"], dict) or "started" not in result["machine"]:
+        return f"it has no {missing[0] if missing else 'time'}"
+    if not result.get("ceilings"):
+        return "it has no ceilings of the machine to hold figures against"
+    if "complete" not in result:
+        return "it is of an older format"
+    return None if result["complete"] else "its run was cut short: go on with --resume"
 
 
 def engine_section(results: list[dict[str, Any]]) -> str:
@@ -133,14 +159,14 @@ def _number(value: float | None) -> str:
 def figures(folder: Path, link: str) -> str:
     """What stands between the markers: tables, and the plot where there is one. `link`: the folder, from the README."""
     engines, served = newest_results(folder, "engine"), newest_results(folder, "serving")
-    if not engines:
+    if not engines and not served:
         return "No figures yet: `make bench` measures them."
     whole = [result for result in engines if len(result["medians"]) >= WHOLE]
     few = [result for result in engines if result not in whole]
     parts = [engine_section([result]) for result in whole] + ([engine_section(few)] if few else [])
     parts += [serving_section(result) for result in served]
     if (folder / PLOT).exists():
-        parts.insert(1, f"![tokens a second, beside the machine's limits]({link}/{PLOT})")
+        parts.insert(min(1, len(engines)), f"![tokens a second, beside the machine's limits]({link}/{PLOT})")
     return "\n\n".join(parts)
 
 
@@ -152,16 +178,24 @@ def with_figures(text: str, new: str) -> str:
     return pattern.sub(lambda match: f"{BEGIN}\n{new}\n{END}", text)
 
 
-def update_readme(readme: Path, folder: Path) -> tuple[bool, Path | None]:
-    """(whether it changed, the plot)."""
-    engines = newest_results(folder, "engine")
+def update_readme(
+    readme: Path, folder: Path, skip: Callable[[Path, str], None] = lambda path, why: None
+) -> tuple[bool, Path | None]:
+    """(whether it changed, the plot). Raises ConfigError, the file untouched, where `folder` has no usable result."""
+    text = readme.read_text(encoding="utf-8")
+    try:
+        with_figures(text, "")
+    except ConfigError as error:
+        raise ConfigError(f"{readme}: {error}") from None
+    engines, served = (newest_results(folder, kind, skip) for kind in ("engine", "serving"))
+    if not engines and not served:
+        raise ConfigError(f"no results in {folder} that can be shown: {readme} stays as it is")
     plotted = max(engines, key=lambda result: len(result["medians"]), default=None)
     plot = save_plot(folder / PLOT, engine_panels(plotted)) if plotted else None
     try:
         link = folder.resolve().relative_to(readme.resolve().parent).as_posix()
     except ValueError:
         link = folder.resolve().as_posix()
-    text = readme.read_text(encoding="utf-8")
     new = with_figures(text, figures(folder, link))
     if new != text:
         readme.write_text(new, encoding="utf-8")

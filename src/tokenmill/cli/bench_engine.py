@@ -176,12 +176,21 @@ def model_command(output: Path, like: str, format_: str, bench_seed: int) -> Non
 
 @click.command("report")
 @click.argument("results", type=click.Path(exists=True, file_okay=False, path_type=Path), default=RESULTS)
-@click.option("--readme", type=click.Path(exists=True, dir_okay=False, path_type=Path), default=Path("README.md"))
+@click.option(
+    "--readme",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    default=Path("README.md"),
+    show_default=True,
+    help="The file that has the markers.",
+)
 def report_command(results: Path, readme: Path) -> None:
     """Put the newest figures of RESULTS (bench/results) into the README, between its two markers, and plot them."""
     from ..bench.readme import update_readme
 
-    changed, plot = update_readme(readme, results)
+    def skipped(path: Path, why: str) -> None:
+        click.echo(f"left out: {path}: {why}", err=True)
+
+    changed, plot = update_readme(readme, results, skipped)
     click.echo(f"{readme}: {'written anew' if changed else 'already says so'}" + (f"; {plot}" if plot else ""))
 
 
