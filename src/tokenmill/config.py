@@ -36,6 +36,10 @@ class EngineConfig:
     isa: str | None = None  # None: the best this machine has; plain, avx2, avx512, neon
     seed: int | None = None  # of requests without one; None: fresh
 
+    def __post_init__(self):
+        if not 0 < self.step_seconds < float("inf"):  # before it goes to the engine's process: JSON has no infinity
+            raise ConfigError(f"step_seconds is {self.step_seconds}; it must be above 0 and finite")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
@@ -115,8 +119,6 @@ def resolve(config: EngineConfig, machine: Machine, model: ModelFacts) -> tuple[
         value = getattr(config, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}; it must be at least 1")
-    if not config.step_seconds > 0:
-        raise ConfigError(f"step_seconds is {config.step_seconds}; it must be above 0")
     if config.kv_cache_dtype not in KV_CACHE_BYTES:
         raise ConfigError(f"kv_cache_dtype is {config.kv_cache_dtype!r}; there are {', '.join(KV_CACHE_BYTES)}")
     decisions: list[Decision] = []

@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
-from numbers import Integral
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 from .config import EngineConfig, from_environment
@@ -136,7 +136,7 @@ def _is_a(kind: str, value: Any) -> bool:
     base, optional = kind.removesuffix(" | None"), kind.endswith(" | None")
     if value is None or isinstance(value, bool):
         return optional if value is None else base == "bool"
-    return isinstance(value, {"str": str, "int": Integral, "bool": bool}[base])
+    return isinstance(value, {"str": str, "int": Integral, "float": Real, "bool": bool}[base])
 
 
 class _Room:

@@ -1,5 +1,6 @@
 """LLM: what a script gets back. On models that write known text, so that every field can be checked exactly."""
 
+import dataclasses
 import os
 import queue
 import signal
@@ -12,6 +13,7 @@ import pytest
 
 from tests.support.checkpoints import IM_END_ID, gguf_file, rigged_gguf, token_list
 from tokenmill import LLM, RequestOutput, SamplingParams
+from tokenmill.config import EngineConfig
 from tokenmill.errors import ConfigError, ContextLengthExceeded, EngineUnavailable, InvalidRequest, SourceError
 from tokenmill.llm import engine_config
 
@@ -327,3 +329,9 @@ def test_an_interrupt_aborts_what_runs_and_the_engine_goes_on(rigged):
     rest, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     assert rest == "live 0 0\nhello  world\nFalse\n"
+
+
+@pytest.mark.parametrize("field", dataclasses.fields(EngineConfig), ids=lambda field: field.name)
+def test_every_setting_is_taken(field):
+    value = 1.5 if field.type == "float" else True if field.type == "bool" else "x" if "str" in field.type else 1
+    assert getattr(engine_config(None, {field.name: value}), field.name) == value

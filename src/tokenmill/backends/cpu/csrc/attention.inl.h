@@ -141,6 +141,13 @@ static TM_INLINE void value_vectors(const float* p, float* out, const Run<KV, AH
     for (int b = 0; b < DB; b++) store(out + size_t(i) * v_stride + d + b * W, acc[i][b]);
 }
 
+template <int N, class KV, bool AHEAD>
+static TM_INLINE void run_values(const float* p, float* out, const Run<KV, AHEAD>& run, int t0, int t1, int v_stride) {
+  int d = 0;
+  for (; d + VECTORS * W <= v_stride; d += VECTORS * W) value_vectors<N, VECTORS>(p, out, run, t0, t1, v_stride, d);
+  for (; d < v_stride; d += W) value_vectors<N, 1>(p, out, run, t0, t1, v_stride, d);
+}
+
 // Rows [r, r + N), all in one block, over one run.
 template <int N, class KV, bool AHEAD>
 static TM_INLINE void run_block(const AttentionArgs& a, const Rows& rows, int r, const Run<KV, AHEAD>& run) {
@@ -150,19 +157,23 @@ static TM_INLINE void run_block(const AttentionArgs& a, const Rows& rows, int r,
   for (; v + VECTORS <= n / W; v += VECTORS) score_vectors<N, VECTORS>(q, rows.scores, run, v, a.head_dim);
   for (; v < n / W; v++) score_vectors<N, 1>(q, rows.scores, run, v, a.head_dim);
   float* out = rows.out + size_t(r) * a.v_stride;
-  int t0 = RUN, t1 = 0;
+  int t0[N], t1[N], all0 = 0, all1 = RUN;  // positions that each row sees, and that all of them see
   for (int i = 0; i < N; i++) {
     Row& row = rows.row[r + i];
     run_softmax(row, rows.scores + i * RUN, rows.sums + size_t(r + i) * PANEL, out + size_t(i) * a.v_stride, run.start,
                 n, a.v_stride, a.softcap);
-    if (row.first - run.start < t0) t0 = row.first - run.start;
-    if (row.last + 1 - run.start > t1) t1 = row.last + 1 - run.start;
+    t0[i] = row.first > run.start ? row.first - run.start : 0;
+    t1[i] = row.last - run.start < RUN ? row.last + 1 - run.start : RUN;
+    all0 = t0[i] > all0 ? t0[i] : all0, all1 = t1[i] < all1 ? t1[i] : all1;
   }
-  t0 = t0 < 0 ? 0 : t0, t1 = t1 > RUN ? RUN : t1;
-  int d = 0;
-  for (; d + VECTORS * W <= a.v_stride; d += VECTORS * W)
-    value_vectors<N, VECTORS>(rows.scores, out, run, t0, t1, a.v_stride, d);
-  for (; d < a.v_stride; d += W) value_vectors<N, 1>(rows.scores, out, run, t0, t1, a.v_stride, d);
+  // A row meets no value that it does not see: one that is not finite would spoil it even with probability 0.
+  auto alone = [&](int i, int from, int to) {
+    if (from < to) run_values<1>(rows.scores + i * RUN, out + size_t(i) * a.v_stride, run, from, to, a.v_stride);
+  };
+  for (int i = 0; i < N; i++) alone(i, t0[i], all0 < t1[i] ? all0 : t1[i]);
+  if (all0 < all1) run_values<N>(rows.scores, out, run, all0, all1, a.v_stride);
+  const int after = all0 > all1 ? all0 : all1;
+  for (int i = 0; i < N; i++) alone(i, after > t0[i] ? after : t0[i], t1[i]);
 }
 
 // Rows [r0, r1), all of which see something of the run, block by block.
