@@ -92,7 +92,7 @@ def test_rounds_are_interleaved_a_b_b_a_on_equal_prompts():
 
 
 def test_a_share_is_taken_of_the_ceilings_beside_the_round():
-    """The machine slows down to a half after the first round: rates and limits with it, the share stays."""
+    """The machine slows down after the first round, rates and limits with it; the share is of the medians shown."""
     speeds = iter([8.0, 8.0, 4.0])
     a = Stub("a", [], 1.0)
     generate = a.generate
@@ -111,7 +111,7 @@ def test_a_share_is_taken_of_the_ceilings_beside_the_round():
         limit=lambda case, ceilings: ceilings.read_bytes / 4,
     )
     assert [row["read_bytes"] for row in result["ceilings"]] == [8, 6]
-    assert result["medians"] == [{"case": "c", "panel": "decode", "limit": 1.8, "a": 0.88, "share": 0.5}]
+    assert result["medians"] == [{"case": "c", "panel": "decode", "limit": 1.75, "a": 0.88, "share": 0.5029}]
 
 
 def test_a_mixed_case_also_runs_its_parts():
@@ -306,9 +306,25 @@ def test_the_engine_command_beside_a_peer(tiny, tmp_path, monkeypatch):
     (path,) = (tmp_path / "out").glob("engine-*.json")
     assert done.exit_code == 130 and f"--resume {path}" in done.stderr
     assert not json.loads(path.read_text())["complete"]
-    done = invoke(f"{command} --resume {path}", catch_exceptions=False)
+    resume = f"bench engine --resume {path}"
+    for other, says in (
+        ("--repeat 2", "--repeat: "),
+        ("--only 16", "was begun with the cases decode at 2,048 tokens; prefill, 512 tokens"),
+        ("--max-num-seqs 7", "--max-num-seqs: "),
+        ("--against other", "--against: "),
+    ):
+        done = CliRunner().invoke(main, f"{resume} {other}")
+        assert done.exit_code == 1 and says in done.stderr, done.output
+    done = CliRunner().invoke(main, resume.replace("engine", "latency", 1))
+    assert done.exit_code == 1 and "it is the result of bench engine, not of bench latency" in done.stderr
+    done = CliRunner().invoke(main, resume, catch_exceptions=False)  # all the rest is in the file
     assert done.exit_code == 0 and done.stderr.count("case 1 of 2") == 0 < done.stderr.count("case 2 of 2")
-    assert json.loads(path.read_text())["complete"]
+    result = json.loads(path.read_text())
+    assert result["complete"] and [row["round"] for row in result["ceilings"]] == [0, 0]
+    for again in (resume, f"{command} --resume {path}"):
+        done = CliRunner().invoke(main, again)
+        assert done.exit_code == 0 and done.output == f"{path} is complete, nothing to do\n"
+    assert json.loads(path.read_text()) == result
 
 
 def test_what_the_engine_benchmark_cannot_do_is_one_line(tmp_path):
@@ -335,3 +351,10 @@ def test_peers_are_named_by_their_files_format(tmp_path):
 
 def test_a_decode_case_says_its_context():
     assert decode_case(2048).name == "decode at 2,048 tokens" and decode_case(2048).longest == 2112
+
+
+def test_a_directory_that_cannot_be_written_is_told_before_anything_is_measured(tiny, tmp_path):
+    (tmp_path / "file").touch()
+    for command in ("bench engine", "bench kernels", "bench serving --workload streams"):
+        done = CliRunner().invoke(main, f"{command} {tiny} --output-dir {tmp_path / 'file' / 'out'}")
+        assert done.exit_code == 1 and "cannot be written" in done.stderr, done.output

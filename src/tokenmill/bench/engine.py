@@ -2,8 +2,8 @@
 
 Every case in every round on every engine, A B B A. Prompts are random ids, fresh in each round, the same for all, and
 no prefix cache helps. The machine's ceilings are measured before and after each case of each round, because machines
-drift; a rate over what those ceilings allow (limits.py) is its share. The result is handed out after each case, so
-that a run that is cut short loses nothing, and run_engine_bench() goes on from such a result.
+drift; the median rate over the median of what those ceilings allow (limits.py) is the share. The result is handed out
+after each case, so that a run that is cut short loses nothing, and run_engine_bench() goes on from such a result.
 """
 
 from __future__ import annotations
@@ -135,15 +135,14 @@ def _median_row(
         for row in measured
         if row["case"] == case.name
     }
-    ours = of(runners[0].name, "tokens_per_s")
-    shares = [ours[number] / most for number, most in limits.items() if most and number in ours]
-    row: dict[str, Any] = {"case": case.name, "panel": case.panel, "limit": _median(filter(None, limits.values()), 1)}
+    row: dict[str, Any] = {"case": case.name, "panel": case.panel, "limit": _median(filter(None, limits.values()), 2)}
     for runner in runners:
         row[runner.name] = _median(of(runner.name, "tokens_per_s").values(), 2)
     for runner in runners[1:]:
         mine, other = row[runners[0].name], row[runner.name]
         row[f"ratio to {runner.name}"] = round(mine / other, 3) if mine and other else None
-    row["share"] = _median(shares, 4)
+    mine, most = row[runners[0].name], row["limit"]
+    row["share"] = round(mine / most, 4) if mine and most else None  # of what the row shows
     for runner in runners if case.counts == "mixed" else ():
         row[f"loss {runner.name}"] = _median(of(runner.name, "loss").values(), 4)
     return row

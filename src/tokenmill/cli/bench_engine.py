@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
+from ..bench.cases import Case
 from ..config import EngineConfig
 from ..errors import ConfigError
 from .bench_common import RESULTS, fetched, output_dir, progress_lines, quiet, reporting, say_where, warn_if_busy
@@ -35,41 +38,45 @@ def _in_process(function: Callable) -> Callable:
         click.option(
             "--resume",
             type=click.Path(exists=True, dir_okay=False, path_type=Path),
-            help="Go on with the result file of a run that was cut short.",
+            help="Go on with the result file of a run that was cut short: model, cases, rounds and settings are in it.",
         ),
     ):
         function = option(function)
     return reporting(click.argument("model", required=False)(function))
 
 
-def _run(kind: str, cases: list, values: dict[str, Any]) -> None:
-    import sys
-
+def _run(kind: str, cases: list[Case], values: dict[str, Any]) -> None:
     from ..bench import engine, report
 
+    config = config_from(EngineConfig, values)
+    run = {
+        "model": config.model,
+        "cases": [asdict(case) for case in cases],
+        **{key: values[key] for key in ("against", "peer_models", "peer_python", "repeat", "bench_seed")},
+        "settings": {key: value for key, value in asdict(config).items() if key not in NOT_ASKED},
+    }
     earlier = None
-    path = report.result_path(values["output_dir"], kind)
+    path = values["resume"] or report.result_path(values["output_dir"], kind)
     if values["resume"]:
-        path = values["resume"]
-        try:
-            earlier = json.loads(path.read_text(encoding="utf-8"))
-            if {"rounds", "ceilings", "model_digest", "peers"} - earlier.keys():
-                raise ValueError
-        except (ValueError, AttributeError):
-            raise ConfigError(f"--resume {path}: not the result of an engine benchmark") from None
+        earlier = _earlier(path, kind)
+        run = _as_begun(path, earlier["run"], run)
+        config, cases = EngineConfig(model=run["model"], **run["settings"]), [Case(**case) for case in run["cases"]]
+        if earlier["complete"]:
+            click.echo(f"{path} is complete, nothing to do")
+            return
 
     def save(result: dict) -> None:
-        report.write_json(path, {"kind": kind, **result})
+        report.write_json(path, {"kind": kind, "run": run, **result})
 
     try:
         result = engine.run_engine_bench(
-            fetched(config_from(EngineConfig, values)),
+            fetched(config),
             cases,
-            against=values["against"],
-            peer_models=values["peer_models"],
-            peer_python=values["peer_python"] or sys.executable,
-            repeat=values["repeat"],
-            seed=values["bench_seed"],
+            against=run["against"],
+            peer_models=run["peer_models"],
+            peer_python=run["peer_python"] or sys.executable,
+            repeat=run["repeat"],
+            seed=run["bench_seed"],
             earlier=earlier,
             progress=progress_lines(values["quiet"]),
             save=save,
@@ -84,6 +91,41 @@ def _run(kind: str, cases: list, values: dict[str, Any]) -> None:
     warn_if_busy(result["machine"])
     report.print_engine(result)
     say_where(path, report.save_plot(path.with_suffix(".png"), report.engine_panels(result)))
+
+
+def _earlier(path: Path, kind: str) -> dict[str, Any]:
+    try:
+        earlier = json.loads(path.read_text(encoding="utf-8"))
+        if {"run", "rounds", "ceilings", "model_digest", "peers", "complete"} - earlier.keys():
+            raise ValueError
+    except (ValueError, AttributeError):
+        raise ConfigError(f"--resume {path}: not the result of an engine benchmark") from None
+    if earlier["kind"] != kind:
+        raise ConfigError(f"--resume {path}: it is the result of bench {earlier['kind']}, not of bench {kind}")
+    return earlier
+
+
+def _as_begun(path: Path, begun: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
+    """The run as its file has it; the model and the peer's interpreter may be elsewhere now. Raises ConfigError."""
+    context = click.get_current_context()
+
+    def is_given(name: str) -> bool:
+        return context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+
+    options = {"repeat": "repeat", "bench_seed": "seed", "against": "against", "peer_models": "peer-model"}
+    for key, option in options.items():
+        before, now = (list(v) if isinstance(v, tuple) else v for v in (begun[key], asked[key]))
+        if is_given(key) and now != before:
+            raise ConfigError(f"--{option}: {path} was begun with {before}; a run goes on as it was begun")
+    for key, value in begun["settings"].items():
+        if is_given(key) and asked["settings"][key] != value:
+            option = key.replace("_", "-")
+            raise ConfigError(f"--{option}: {path} was begun with {value}; a run goes on as it was begun")
+    of_cases = [name for name in ("only", "full", "streams", "input_tokens", "output_tokens") if is_given(name)]
+    if of_cases and asked["cases"] != begun["cases"]:
+        names = "; ".join(case["name"] for case in begun["cases"])
+        raise ConfigError(f"--{of_cases[0].replace('_', '-')}: {path} was begun with the cases {names}")
+    return begun | {key: asked[key] for key in ("model", "peer_python") if is_given(key)}
 
 
 @click.command()
@@ -145,6 +187,7 @@ def kernels(**values: Any) -> None:
         tokens = [int(text) for text in values["tokens"].split(",")]
     except ValueError:
         raise ConfigError(f"--tokens is {values['tokens']!r}; expected numbers, as 1,16,512") from None
+    path = report.result_path(values["output_dir"], "kernels")
     result = run_kernel_bench(
         replace(fetched(config_from(EngineConfig, values)), enable_prefix_caching=False),
         tokens=tokens,
@@ -153,7 +196,6 @@ def kernels(**values: Any) -> None:
         against=values["against"],
         progress=progress_lines(values["quiet"]),
     )
-    path = report.result_path(values["output_dir"], "kernels")
     report.write_json(path, {"kind": "kernels", **result})
     warn_if_busy(result["machine"])
     report.print_kernels(result)
@@ -165,10 +207,13 @@ def kernels(**values: Any) -> None:
 @click.option("--like", default="llama-1.1b", show_default=True, help="Whose shape: smollm2-135m or llama-1.1b.")
 @click.option("--format", "format_", default="Q4_0", show_default=True, help="Q4_0, Q4_1, Q4_K, Q8_0 or F16.")
 @click.option("--seed", "bench_seed", type=click.IntRange(0), default=0, show_default=True, help="Of the weights.")
-def model_command(output: Path, like: str, format_: str, bench_seed: int) -> None:
+@click.option("--force", is_flag=True, help="Write over a file that is there.")
+def model_command(output: Path, like: str, format_: str, bench_seed: int, force: bool) -> None:
     """Write OUTPUT, a GGUF file of random weights: as fast and as large as a real model, and saying nothing."""
     from ..bench.random_model import write_random_model
 
+    if output.exists() and not force:
+        raise ConfigError(f"{output} is there already; --force writes over it")
     with download_progress() as progress:
         size = write_random_model(output, like, format_, seed=bench_seed, progress=progress)
     click.echo(f"written: {output}, {size / 1e6:,.0f} MB")

@@ -229,6 +229,7 @@ def _measure(config: EngineConfig, plan: Plan, *, quiet: bool) -> list[dict[str,
     if not quiet:
         shown = [{**row, "share": percent(row["share"])} for row in rows]
         print_table("tokens/s, medians of three rounds", shown, {key: key for key in rows[0]})
+        click.echo("predicted here: from ceilings measured again beside each round, not the plan's own of before")
     return rows
 
 
