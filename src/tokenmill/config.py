@@ -36,7 +36,7 @@ class EngineConfig:
     isa: str | None = None  # None: the best this machine has; plain, avx2, avx512, neon
     seed: int | None = None  # of requests without one; None: fresh
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not 0 < self.step_seconds < float("inf"):  # before it goes to the engine's process: JSON has no infinity
             raise ConfigError(f"step_seconds is {self.step_seconds}; it must be above 0 and finite")
 

@@ -85,6 +85,8 @@ def test_the_command(tiny, tmp_path):
     path = tmp_path / "m.gguf"
     done = CliRunner().invoke(main, f"bench model {path} --like tiny --format F16", catch_exceptions=False)
     assert done.exit_code == 0 and f"written: {path}" in done.output and path.exists()
+    done = CliRunner().invoke(main, f"bench model {path} --like tiny --format F16")
+    assert done.exit_code == 1 and "--force" in done.stderr
     for options, says in (("--like huge", "there are smollm2-135m"), ("--format Q9", "there are Q4_0")):
         done = CliRunner().invoke(main, f"bench model {tmp_path / 'n.gguf'} {options}")
         assert done.exit_code == 1 and says in done.stderr and not (tmp_path / "n.gguf").exists()

@@ -41,6 +41,11 @@ def test_a_prompt_from_stdin(model):
         assert generate(model, *arguments, input="in a").stdout == "hello  world\n"
 
 
+def test_logprobs_have_a_place_in_json_only(model):
+    done = generate(model, "in", "--logprobs", "2")
+    assert done.exit_code == 2 and "need --json" in done.stderr
+
+
 def test_sampling_options_reach_the_sampler(model):
     assert generate(model, "in", "--max-tokens", "1").stdout == "hello\n"
     assert generate(model, "in", "--stop", "wor").stdout == "hello  \n"

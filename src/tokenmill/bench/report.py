@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from ..errors import ConfigError
+
 
 def result_path(directory: Path, kind: str) -> Path:
-    """<directory>/<kind>-<time>.json, never an older file's."""
+    """<directory>/<kind>-<time>.json, never an older file's. Makes the directory.
+
+    Raises ConfigError where nothing can be written: before anything is measured in vain.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
+    except OSError as error:
+        raise ConfigError(f"--output-dir {directory} cannot be written: {error.strerror}") from None
     stem = f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}"
     path, number = directory / f"{stem}.json", 1
     while path.exists():
@@ -19,7 +30,6 @@ def result_path(directory: Path, kind: str) -> Path:
 
 def write_json(path: Path, result: dict[str, Any]) -> None:
     """Whole or not at all, so that a run that is killed leaves the last state it saved."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".unfinished")
     unfinished.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     unfinished.replace(path)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -80,9 +82,11 @@ def serving(**values: Any) -> None:
     except ValueError:
         raise ConfigError(f"--extra-body is {values['extra_body']!r}; expected a JSON object") from None
     names = [name for given in values["workloads"] for name in (WORKLOADS if given == "all" else [given])]
+    path = report.result_path(values["output_dir"], "serving")
     with ExitStack() as stack:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the servers end with us
         served = start_servers(stack, values)
-        measure(served, names, extra, values)
+        measure(served, names, extra, values, path)
 
 
 def start_servers(stack: ExitStack, values: dict[str, Any]) -> list[Entry]:
@@ -93,6 +97,7 @@ def start_servers(stack: ExitStack, values: dict[str, Any]) -> list[Entry]:
     threads = values["num_threads"] or Machine.detect().cores
     given, against = values["target"], values["against"]
     model: str | None = None
+    binary = servers.find_llama_server(values["peer_binary"]) if "llama-server" in against else None
 
     def running(text: str) -> Entry:
         return replace(Target.parse(text), model=values["model_name"], api_key=values["api_key"]), None
@@ -114,16 +119,15 @@ def start_servers(stack: ExitStack, values: dict[str, Any]) -> list[Entry]:
             entries.append(running(peer))
             continue
         file = values["peer_model"] or model
-        if file is None:
+        if file is None or binary is None:
             raise ConfigError("--peer-model is needed: which GGUF file should llama-server load?")
-        binary = servers.find_llama_server(values["peer_binary"])
         entries.append(start(servers.llama_server(binary, Path(file), threads)))
     if len({target.name for target, _ in entries}) < len(entries):
         raise ConfigError("two targets have the same name; write NAME=URL for each")
     return entries
 
 
-def measure(served: list[Entry], names: list[str], extra: dict, values: dict[str, Any]) -> None:
+def measure(served: list[Entry], names: list[str], extra: dict, values: dict[str, Any], path: Path) -> None:
     options = ServingOptions(
         targets=[target for target, _ in served],
         workloads=names,
@@ -149,7 +153,6 @@ def measure(served: list[Entry], names: list[str], extra: dict, values: dict[str
         "settings": settings,
         "servers": {target.name: server.about for target, server in served if server},
     }
-    path = report.result_path(values["output_dir"], "serving")
     seen = [measure_ceilings(values["num_threads"])]
 
     def save(result: dict) -> None:

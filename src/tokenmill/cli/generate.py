@@ -31,6 +31,8 @@ def generate(prompt: str | None, chat: bool, system: str | None, check: bool, as
     """Complete PROMPT, or what stdin holds (PROMPT absent or "-"), and exit."""
     if system is not None and not chat:
         raise click.UsageError("--system needs --chat")
+    if not as_json and any(values[name] is not None for name in ("logprobs", "prompt_logprobs")):
+        raise click.UsageError("--logprobs and --prompt-logprobs need --json")
     if prompt is None or prompt == "-":
         if prompt is None and sys.stdin.isatty():
             raise click.UsageError("give a PROMPT, or pipe one in")
