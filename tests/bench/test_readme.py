@@ -67,6 +67,21 @@ def test_the_newest_complete_result_of_each_model_counts(tmp_path):
     assert [(r["model"], r["machine"]["started"]) for r in found] == [("b", "2026-01-01"), ("a", "2026-01-03")]
 
 
+def test_a_case_that_was_measured_again_replaces_its_row_and_no_other(tmp_path):
+    again = engine_result(started="2026-01-03T00:00:00+0000")
+    again["medians"] = [{**again["medians"][1], "tokenmill": 2000.0}, {**again["medians"][0], "case": "prefill"}]
+    again["rounds"] = [{"case": "mixed", "runner": "tokenmill", "round": 0}]
+    save(tmp_path, "engine-1.json", engine_result())
+    save(tmp_path, "engine-2.json", again)
+    (result,) = newest_results(tmp_path, "engine")
+    rows = [(row["case"], row["tokenmill"]) for row in result["medians"]]
+    assert rows == [("decode, 1 stream", 166.3), ("mixed", 2000.0), ("prefill", 166.3)]
+    assert "Medians of 1 to 3 interleaved rounds" in figures(tmp_path, "results")
+    other = engine_result(started="2026-01-04T00:00:00+0000", machine={"cpu": "B", "cores": 2, "started": "2026-01-04"})
+    save(tmp_path, "engine-3.json", other)
+    assert len(newest_results(tmp_path, "engine")) == 2  # machines are not mixed
+
+
 def test_models_with_a_case_or_two_share_a_table(tmp_path):
     for number, model in enumerate("abc"):
         result = engine_result(model, f"2026-01-0{number + 1}")

@@ -1,7 +1,7 @@
 """The README's figures: the newest results of a folder as tables and a plot, between two markers.
 
-It takes complete results only, with the machine's ceilings, the newest of each model, and invents nothing: what was
-not measured is a dash.
+It takes complete results only, with the machine's ceilings, the newest of each case, and invents nothing: what was not
+measured is a dash.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ WHOLE = 4  # a model with so many cases has a table of its own
 def newest_results(
     folder: Path, kind: str, skip: Callable[[Path, str], None] = lambda path, why: None
 ) -> list[dict[str, Any]]:
-    """The newest complete result of each model (of serving: of all), the first measured model first.
+    """The complete results of a folder, what was measured again replaced: of engine results one for each model, machine
+    and set of engines, with the newest row of each case; of serving results the newest. The first measured first.
 
     `skip` is told of each file of that kind that is left out, and why. Raises ConfigError for one that is not JSON.
     """
@@ -40,11 +41,32 @@ def newest_results(
         else:
             found.append((path, result))
     found.sort(key=lambda pair: pair[1]["machine"]["started"])
-    newest = {result.get("model", ""): result for _, result in found}
+    newest: dict[Any, dict[str, Any]] = {}
+    cases: dict[tuple[Any, Any], Path] = {}  # which file's row of a case stands
     for path, result in found:
-        if result is not newest[result.get("model", "")]:
+        key: Any = kind
+        if kind == "engine":
+            machine = result["machine"]
+            key = (result["model"], machine.get("cpu"), machine.get("cores"), *names_of(result["medians"][0]))
+        newest[key] = _with_older(result, newest.get(key)) if kind == "engine" else result
+        cases |= {(key, row.get("case")): path for row in result["medians"]}
+    for path, _ in found:
+        if path not in cases.values():
             skip(path, "a newer one is there")
     return list(newest.values())
+
+
+def _with_older(result: dict[str, Any], older: dict[str, Any] | None) -> dict[str, Any]:
+    """`result` and, of an older one, the cases that were not measured again."""
+    if older is None:
+        return result
+    mine = {row["case"]: row for row in result["medians"]}
+    order = [row["case"] for row in older["medians"]]
+    kept = {row["case"]: row for row in older["medians"]} | mine
+    merged = {**result, "medians": [kept[case] for case in (*order, *(case for case in mine if case not in order))]}
+    for key in ("rounds", "ceilings"):
+        merged[key] = [row for row in older[key] if row.get("case") not in mine] + result[key]
+    return merged
 
 
 def _unusable(result: Any, kind: str) -> str | None:
@@ -73,7 +95,12 @@ def engine_section(results: list[dict[str, Any]]) -> str:
 
 
 def _caption(results: list[dict[str, Any]], peers: list[str]) -> str:
-    rounds = min(max(row["round"] for row in result["rounds"]) + 1 for result in results)
+    counts: dict[tuple[int, str], int] = {}
+    for number, result in enumerate(results):
+        for row in result["rounds"]:
+            counts[number, row["case"]] = max(counts.get((number, row["case"]), 0), row["round"] + 1)
+    low, high = min(counts.values()), max(counts.values())
+    rounds = f"{low} to {high}" if low < high else high
     day = results[-1]["machine"]["started"][:10]
     everything = {**results[-1], "ceilings": [row for result in results for row in result["ceilings"]]}
     what = f"{results[0]['model']} on" if len(results) == 1 else "Other models and formats, on"
