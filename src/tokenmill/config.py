@@ -27,7 +27,7 @@ class EngineConfig:
     kv_cache_bytes: int | None = None  # None: a quarter of free memory, at most what max_num_seqs can use
     max_num_seqs: int = 64  # sequences running at once
     max_num_batched_tokens: int = 512  # token budget of a step
-    step_seconds: float = 0.1  # while answers are written, prompts are cut so that a step takes about so long
+    step_seconds: float = 0.05  # while answers are written, prompts are cut so that a step takes about so long
     max_waiting: int = 1024  # sequences queued; beyond it 429
     enable_prefix_caching: bool = True
     kv_cache_dtype: str = "float16"  # or float32: twice the memory, Transformers' logits to rounding

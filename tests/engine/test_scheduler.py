@@ -115,12 +115,12 @@ def test_prompts_are_cut_to_what_fits_into_a_step_while_others_are_answered():
 def test_the_smallest_chunk_is_one_that_the_device_computes_well():
     pace = Pace(step_seconds=0.1)
     assert pace.limit(512) == 512  # nothing is known yet
-    pace.observe(64, 10.0)  # mostly answers: says nothing of prompts
+    pace.observe(64, 64, 10.0)  # answers: says nothing of prompts
     assert pace.limit(512) == 512
-    pace.observe(512, 5.0)
+    pace.observe(512, 9, 5.0)
     assert pace.limit(512) == SMALLEST_CHUNK and pace.limit(5) == 5
     for _ in range(40):
-        pace.observe(512, 0.256)
+        pace.observe(512, 9, 0.256)
     assert 190 <= pace.limit(512) <= 200
 
 

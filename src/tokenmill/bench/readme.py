@@ -110,7 +110,10 @@ def _caption(results: list[dict[str, Any]], peers: list[str]) -> str:
 
 
 def _peer(name: str, results: list[dict[str, Any]], same: str | None) -> str:
-    peers = [result["peers"][name] for result in results if name in result["peers"]]
+    with_it = [result for result in results if name in result["peers"]]
+    peers = [result["peers"][name] for result in with_it]
+    if any(peer["format"] != result["format"] for peer, result in zip(peers, with_it)):
+        same = None
     how = (
         ""
         if all(peer.get("repack", True) for peer in peers)

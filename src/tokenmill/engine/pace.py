@@ -7,7 +7,7 @@ Knows times and counts, nothing of requests.
 
 from __future__ import annotations
 
-SMALLEST_CHUNK = 128  # tokens; below it the weights, which each step reads once, cost too much a token
+SMALLEST_CHUNK = 64  # tokens; below it the weights, which each step reads once, cost too much a token
 NEWEST = 0.25  # what the newest step weighs in the average
 
 
@@ -16,9 +16,9 @@ class Pace:
         self.step_seconds = step_seconds
         self._token_seconds = 0.0  # of steps that were mostly prompt; 0 until there was one
 
-    def observe(self, tokens: int, seconds: float) -> None:
-        """A step of so many tokens took so long."""
-        if tokens >= SMALLEST_CHUNK:
+    def observe(self, tokens: int, rows: int, seconds: float) -> None:
+        """A step of so many tokens for so many requests took so long."""
+        if tokens >= max(SMALLEST_CHUNK, 4 * rows):  # else mostly answers: they say nothing of prompts
             newest = seconds / tokens
             self._token_seconds += (newest - self._token_seconds) * (NEWEST if self._token_seconds else 1.0)
 

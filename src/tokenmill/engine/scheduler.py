@@ -49,7 +49,7 @@ class Scheduler:
         max_model_len: int,
         max_score_rows: int = 64,
         enable_prefix_caching: bool = True,
-        step_seconds: float = 0.1,
+        step_seconds: float = 0.05,
         policy: Policy | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -314,7 +314,7 @@ class Scheduler:
         self.pool.retire_step(result.step_id)
         self.stats.num_steps += 1
         self.stats.busy_seconds += result.finished - result.started
-        self.pace.observe(plan.num_scheduled_tokens, result.finished - result.started)
+        self.pace.observe(plan.num_scheduled_tokens, len(plan.rows), result.finished - result.started)
         deltas = self._deltas
         for row, row_result in zip(plan.rows, result.rows):
             request = row.request

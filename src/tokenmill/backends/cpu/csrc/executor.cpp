@@ -15,6 +15,8 @@ bool by_rows(OpKind kind) { return kind != OpKind::LINEAR && kind != OpKind::ACT
 
 constexpr size_t PACK_BYTES = 32 << 20;  // of a weight's file, in memory at a time while it is packed
 
+constexpr int FLOAT_PANELS = 4;  // panels of a float weight that the kernels like to be given at once
+
 size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 
 }  // namespace
@@ -225,7 +227,8 @@ void Executor::run_linear(const OpNode& op, int rows, int tid, int& phase) {
   const Slot& in = slots_[op.in[0]];
   int panels = 0;
   for (int w : op.weights) panels += weights_[w].panels;
-  const int chunk = std::clamp(panels / (pool_.threads() * 8), 1, 64);
+  int chunk = std::clamp(panels / (pool_.threads() * 8), 1, 64);
+  if (!weights_[op.weights[0]].layout.quantised()) chunk = int(round_up(chunk, FLOAT_PANELS));
   const float* residual = op.in.size() > 1 ? slots_[op.in[1]].data : nullptr;
   phases_[phase++].run(rows > 0 ? panels : 0, chunk, [&](int first, int last) {
     // over the panels of all weights, one after the other
