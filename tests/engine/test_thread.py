@@ -179,7 +179,6 @@ def test_closing_before_anything_ran(engine):
     EngineThread(engine).close()
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_process_is_told_that_it_has_no_engine(thread):
     """No thread survives a fork: a request would wait for ever, and so would close() for a lock held at the fork."""

@@ -3,6 +3,7 @@
 
 #include "attention.inl.h"
 #include "ceilings.inl.h"
+#include "codes.inl.h"
 #include "linear.inl.h"
 #include "rows.inl.h"
 

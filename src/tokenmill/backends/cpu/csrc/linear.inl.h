@@ -270,47 +270,6 @@ static void widen_panel(const PackedWeight& w, const uint8_t* group, uint8_t* to
   }
 }
 
-template <Codes C>
-static TM_INLINE vf load_weight(const uint8_t* p, size_t index) {
-  if constexpr (C == Codes::F32) return load((const float*)p + index);
-  if constexpr (C == Codes::F16) return load_f16((const uint16_t*)p + index);
-  if constexpr (C == Codes::BF16) return load_bf16((const uint16_t*)p + index);
-}
-
-// TN tokens against PANELS panels at once: as many chains of sums as it takes to hide the latency of one.
-template <Codes C, int TN, int PANELS>
-static void float_tile(const LinearArgs& a, int panel, int token) {
-  const PackedWeight& w = *a.weight;
-  const uint8_t* base = w.data + size_t(panel) * w.panel_bytes;
-  const float* x = a.x + size_t(token) * w.cols;
-  constexpr int VECTORS = PANELS > 1 ? PANELS * SUBS : SUBS > 1 ? 2 : 1;  // worked at once
-  float tile[TN][PANELS * PANEL];
-  for (int first = 0; first < PANELS * SUBS; first += VECTORS) {
-    vf acc[TN][VECTORS];
-    const uint8_t* from[VECTORS];
-    for (int v = 0; v < VECTORS; v++) {
-      from[v] = base + (first + v) / SUBS * w.panel_bytes;
-      for (int t = 0; t < TN; t++) acc[t][v] = splat(0.0f);
-    }
-    for (int k = 0; k < w.cols; k++) {
-      vf row[VECTORS];
-      for (int v = 0; v < VECTORS; v++) row[v] = load_weight<C>(from[v], size_t(k) * PANEL + (first + v) % SUBS * W);
-#pragma GCC unroll 8
-      for (int t = 0; t < TN; t++) {
-        vf xk = splat(x[size_t(t) * w.cols + k]);
-        for (int v = 0; v < VECTORS; v++) acc[t][v] = fma(row[v], xk, acc[t][v]);
-      }
-    }
-    for (int t = 0; t < TN; t++)
-      for (int v = 0; v < VECTORS; v++) store(tile[t] + (first + v) * W, acc[t][v]);
-  }
-  for (int t = 0; t < TN; t++)
-    for (int p = 0; p < PANELS; p++) store_panel(a, (panel + p) * PANEL, token + t, tile[t] + p * PANEL);
-}
-
-// Panels that a tile of n float tokens takes at once, as registers allow.
-constexpr int float_panels(int n) { return (n > TILE / 2 ? 2 : 4) / SUBS > 1 ? (n > TILE / 2 ? 2 : 4) / SUBS : 1; }
-
 using TileFn = void (*)(const LinearArgs&, int panel, int token, const uint8_t* base, Ahead ahead);
 
 // Tokens whose activations stay in the second-level cache while panels pass by; a multiple of TILE.
@@ -376,32 +335,7 @@ static void linear_quant(const LinearArgs& a, int panel0, int panel1) {
 #undef TM_TILE
 }
 
-template <Codes C>
-static void linear_float(const LinearArgs& a, int panel0, int panel1) {
-  using Fn = void (*)(const LinearArgs&, int panel, int token);
-#define TM_TILE(n) float_tile<C, n, float_panels(n)>
-  static constexpr Fn tiles[TILE] = TM_TILES;
-#undef TM_TILE
-#define TM_TILE(n) float_tile<C, n, 1>
-  static constexpr Fn single[TILE] = TM_TILES;
-#undef TM_TILE
-  const int block = cached_tokens(a);
-  for (int t0 = 0; t0 < a.tokens; t0 += block) {
-    const int t1 = t0 + block < a.tokens ? t0 + block : a.tokens;
-    for (int panel = panel0, step; panel < panel1; panel += step) {
-      const int widest = t1 - t0 < TILE ? float_panels(t1 - t0) : float_panels(TILE);
-      step = panel + widest <= panel1 ? widest : 1;
-      for (int t = t0; t < t1; t += TILE) {
-        const int n = t1 - t < TILE ? t1 - t : TILE;
-        for (int p = panel; p < panel + step;) {
-          const bool together = p + float_panels(n) <= panel + step;
-          (together ? tiles : single)[n - 1](a, p, t);
-          p += together ? float_panels(n) : 1;
-        }
-      }
-    }
-  }
-}
+#include "linear_float.inl.h"
 
 static void linear(const LinearArgs& a, int p0, int p1) {
   const Layout& l = a.weight->layout;
@@ -424,73 +358,6 @@ static void linear(const LinearArgs& a, int p0, int p1) {
       if (l.has_min) return linear_quant<Codes::U8, Scales::F16, true, 1, 0>(a, p0, p1);       // Q5_1
       if (l.zero == 16) return linear_quant<Codes::U8, Scales::F16, false, 1, 16>(a, p0, p1);  // Q5_0
       return linear_quant<Codes::U8, Scales::F16, false, 1, 128>(a, p0, p1);                   // Q8_0, IQ4_NL
-  }
-}
-
-// One row of a weight times `scale`, in floats: the embedding lookup. Same arithmetic as the file format's definition.
-static void unpack_row(const PackedWeight& w, int row, float scale, float* out) {
-  const uint8_t* base = w.data + size_t(row / PANEL) * w.panel_bytes;
-  const int lane = row % PANEL;
-  const Layout& l = w.layout;
-  for (int k = 0; k < w.cols; k++) {
-    float v;
-    if (l.codes == Codes::F32) {
-      std::memcpy(&v, base + (size_t(k) * PANEL + lane) * 4, 4);
-    } else if (l.codes == Codes::F16 || l.codes == Codes::BF16) {
-      uint16_t h;
-      std::memcpy(&h, base + (size_t(k) * PANEL + lane) * 2, 2);
-      if (l.codes == Codes::F16) {
-        v = f16_to_f32_bits(h);
-      } else {
-        uint32_t bits = uint32_t(h) << 16;
-        std::memcpy(&v, &bits, 4);
-      }
-    } else {
-      const int i = k % GROUP, half = l.halves == 2 ? i / 16 : 0;
-      const int g = k / GROUP;
-      const uint8_t *group = base + group_offset(l, g), *super = base + groups_bytes(l, g / SUPER * SUPER);
-      int code;
-      if (l.codes == Codes::U4) {
-        uint8_t byte = group[64 * (i % 16 / 4) + 4 * lane + i % 4];
-        code = i < 16 ? byte & 15 : byte >> 4;
-      } else {
-        code = group[64 * (i / 4) + 4 * lane + i % 4];
-      }
-      auto read = [&](int min) {
-        const size_t i = half * PANEL + lane;
-        const uint8_t* p = group + codes_bytes(l.codes) + min * scale_bytes(l.scales, l.halves);
-        if (l.scales == Scales::F16) return f16_to_f32_bits(reinterpret_cast<const uint16_t*>(p)[i]);
-        return f16_to_f32_bits(reinterpret_cast<const uint16_t*>(super)[min * PANEL + lane]) *
-               float(reinterpret_cast<const int8_t*>(p)[i]);
-      };
-      v = read(0) * float(code - l.zero);
-      if (l.has_min) v += read(1);
-    }
-    out[k] = v * scale;
-  }
-}
-
-// q = round(x * 127 / max|x|) of each group, into the token's lane of its tile. A group that is not all finite gets a
-// scale that is not a number, so that it reaches the answer.
-static void quantise(const float* x, int k0, int n, int dim, int token, int tokens, const QuantRows& out) {
-  const int run = out.fine ? 16 : GROUP, tile = token / TILE * TILE, lane = token - tile;
-  const int width = tokens - tile < TILE ? tokens - tile : TILE;
-  int8_t* q = out.q + size_t(tile) * dim + lane * GROUP;
-  const size_t first = size_t(tile) * (dim / run) + lane;
-  for (int k = k0; k < k0 + n; k += run, x += run) {
-    vi m = splat(0);
-    for (int i = 0; i < run; i += W) m = vmax(bits(vabs(load(x + i))), m);
-    const float top = reduce_max_abs(m), s = (top - top) + top / 127.0f, inverse = top > 1e-35f ? 127.0f / top : 0.0f;
-    int8_t* row = q + size_t(k / GROUP) * width * GROUP + k % GROUP;
-    vi total = splat(0);
-    for (int i = 0; i < run; i += W) {
-      vi r = to_int(mul(load(x + i), splat(inverse)));
-      store_i8(row + i, r);
-      total = add(total, r);
-    }
-    const int sum = reduce_add(total);
-    const size_t at = first + size_t(k / run) * width;
-    out.scale[at] = s, out.neg_sum[at] = -sum, out.scaled[at] = s * float(sum);
   }
 }
 
